@@ -1,0 +1,72 @@
+"""MessagePack bytes to plain objects and back.
+
+Two things that the library leaves to its user are settled here for the whole package: a payload
+with bytes behind its end is refused, and of the extension types only the raw view (3) is known.
+Types 1 and 2 are upstream's pickles (``vllm/v1/serial_utils.py``): they would run code of the
+sender's choice and are never loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ormsgpack
+
+from .._errors import DecodeError
+from ._forms import Buffer, Form, FormError, Frames, T
+
+RAW_VIEW = 3
+"""Extension type of array bytes that travel inside the payload."""
+
+# The decoder ignores what follows the first object. So the payload is decoded as the first of two
+# array elements, the second being this mark: if anything stands between them, or if the payload
+# ends early, the second element is not the mark.
+_PAIR = b"\x92"
+_MARK = 0x9D1C77A35E02B4F1
+_MARK_BYTES = b"\xcf" + _MARK.to_bytes(8, "big")
+
+
+def pack(raw: object) -> bytes:
+    """Pack plain objects; `FormError` says why some object has no MessagePack form."""
+    try:
+        return ormsgpack.packb(raw, option=ormsgpack.OPT_NON_STR_KEYS)
+    except TypeError as error:
+        raise FormError(f"cannot be packed: {error}") from error
+
+
+def raw_view(data: Buffer) -> ormsgpack.Ext:
+    """Array bytes, to be packed inline."""
+    return ormsgpack.Ext(RAW_VIEW, bytes(data))
+
+
+def unpack(payload: Buffer) -> Any:
+    """Unpack one complete object; raw views become memoryviews.
+
+    Raises `FormError` if the bytes are not exactly one object, nest too deeply, or hold an
+    extension type other than the raw view.
+    """
+    try:
+        pair = ormsgpack.unpackb(
+            b"".join((_PAIR, payload, _MARK_BYTES)),
+            ext_hook=_extension,
+            option=ormsgpack.OPT_NON_STR_KEYS,
+        )
+    except ValueError as error:
+        raise FormError(f"not MessagePack: {error}") from error
+    if pair[1] != _MARK:
+        raise FormError("bytes follow the end of the payload")
+    return pair[0]
+
+
+def _extension(code: int, data: bytes) -> memoryview:
+    if code != RAW_VIEW:
+        raise FormError(f"extension type {code} is refused")
+    return memoryview(data)
+
+
+def decode_payload(form: Form[T], payload: Buffer, frames: Frames, what: str) -> T:
+    """Unpack ``payload`` and decode it; any fault is a `DecodeError` about ``what``."""
+    try:
+        return form.decode(unpack(payload), frames)
+    except FormError as error:
+        raise DecodeError(what, error.where, error.reason) from error

@@ -1,0 +1,71 @@
+"""Pooling parameters: what to compute from a prompt instead of a completion.
+
+Mirrors upstream ``vllm/pooling_params.py``; 10 elements in 0.32, 11 from 0.33.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from ._forms import ANY_MAP, BOOL, I32, STR, TOKEN_IDS, U32, Form, array_struct, optional
+
+
+@attrs.define(kw_only=True)
+class LateInteractionParams:
+    """Which role a pooling request has in late-interaction scoring."""
+
+    mode: str
+    query_key: str
+    query_uses: int | None = None
+
+
+@attrs.define(kw_only=True)
+class LateChunkingParams:
+    """Split the pooled sequence into chunks of this many tokens (0.33)."""
+
+    chunk_size: int
+
+
+@attrs.define(kw_only=True)
+class PoolingParams:
+    """How to pool one request; ``task`` must be one that the model supports, or the engine dies."""
+
+    use_activation: bool | None = None
+    dimensions: int | None = None
+    step_tag_id: int | None = None
+    returned_token_ids: list[int] | None = None
+    task: str | None = None
+    """``embed``, ``classify``, ``token_embed``, ``token_classify``, ``plugin``."""
+    requires_token_ids: bool = False
+    skip_reading_prefix_cache: bool | None = None
+    late_interaction_params: LateInteractionParams | None = None
+    extra_kwargs: dict[str, Any] | None = None
+    output_kind: int = 2
+    late_chunking_params: LateChunkingParams | None = None
+
+
+POOLING_PARAMS: Form[PoolingParams] = array_struct(
+    PoolingParams,
+    0,
+    {
+        "use_activation": optional(BOOL),
+        "dimensions": optional(U32),
+        "step_tag_id": optional(I32),
+        "returned_token_ids": optional(TOKEN_IDS),
+        "task": optional(STR),
+        "requires_token_ids": BOOL,
+        "skip_reading_prefix_cache": optional(BOOL),
+        "late_interaction_params": optional(
+            array_struct(
+                LateInteractionParams,
+                2,
+                {"mode": STR, "query_key": STR, "query_uses": optional(U32)},
+            )
+        ),
+        "extra_kwargs": optional(ANY_MAP),
+        "output_kind": I32,
+        "late_chunking_params": optional(array_struct(LateChunkingParams, 1, {"chunk_size": U32})),
+    },
+)

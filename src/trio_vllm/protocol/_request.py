@@ -1,0 +1,226 @@
+"""What a frontend sends to an engine core: ADD, ABORT, START_DP_WAVE and UTILITY messages.
+
+Mirrors upstream ``vllm/v1/engine/__init__.py`` (``EngineCoreRequest``, ``EngineCoreRequestType``)
+and ``engine-core-client/src/protocol/request.rs``. A message is ``[type, payload, aux…]``.
+
+An engine does not survive a message that it cannot read (its input thread ends), so the encoders
+here check every field.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from .._errors import DecodeError, InvalidFieldError
+from ._arrays import TENSOR, Tensor
+from ._coordination import StartDpWave, decode_start_dp_wave
+from ._forms import (
+    ANY_MAP,
+    BOOL,
+    FLOAT,
+    I32,
+    STR,
+    TOKEN_IDS,
+    U32,
+    AuxFrames,
+    Buffer,
+    Form,
+    FormError,
+    Frames,
+    array_struct,
+    list_of,
+    map_of,
+    map_struct,
+    optional,
+)
+from ._lora import LORA_REQUEST, LoRARequest
+from ._msgpack import decode_payload, pack, unpack
+from ._multimodal import MULTIMODAL_FEATURE, MultiModalFeatureSpec
+from ._pooling import POOLING_PARAMS, PoolingParams
+from ._sampling import SAMPLING_PARAMS, EngineCoreSamplingParams
+from ._utility import UTILITY_REQUEST, UtilityRequest
+
+
+class RequestType(bytes, enum.Enum):
+    """The one-byte frame in front of a payload."""
+
+    ADD = b"\x00"
+    ABORT = b"\x01"
+    START_DP_WAVE = b"\x02"
+    UTILITY = b"\x03"
+
+
+@attrs.define(kw_only=True)
+class KvHintAction:
+    """One hint about KV-cache blocks; ``payload`` is the action's own."""
+
+    action_id: str
+    action_type: str
+    action_version: str
+    payload: dict[str, Any]
+
+
+@attrs.define(kw_only=True)
+class KvHintsEnvelope:
+    """Hints about KV-cache blocks that travel with a request."""
+
+    protocol_version: str
+    message_id: str
+    actions: list[KvHintAction]
+
+
+@attrs.define(kw_only=True, eq=False)
+class EngineCoreRequest:
+    """One request as the engine sees it. Exactly one of the two ``*_params`` is set."""
+
+    request_id: str
+    """Unique among the requests in flight: an engine dies of a duplicate."""
+    prompt_token_ids: Sequence[int] | None = None
+    mm_features: list[MultiModalFeatureSpec] | None = None
+    sampling_params: EngineCoreSamplingParams | None = None
+    pooling_params: PoolingParams | None = None
+    arrival_time: float = 0.0
+    """UNIX seconds."""
+    lora_request: LoRARequest | None = None
+    cache_salt: str | None = None
+    data_parallel_rank: int | None = None
+    """Pins the request to this engine; read by clients, not by engines."""
+    prompt_embeds: Tensor | None = None
+    """``[tokens, hidden]``."""
+    prompt_is_token_ids: list[bool] | None = None
+    client_index: int = 0
+    """Which of the frontend's output sockets gets the answer."""
+    current_wave: int = 0
+    priority: int = 0
+    """Lower is earlier."""
+    trace_headers: dict[str, str] | None = None
+    resumable: bool = False
+    external_req_id: str | None = None
+    reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: dict[str, Any] | None = None
+    abort_immediately: bool = False
+    session_id: str | None = None
+    kv_hints: KvHintsEnvelope | None = None
+
+
+@attrs.define
+class AbortRequests:
+    """Drop these requests; unknown and finished ids are ignored, nothing is answered."""
+
+    request_ids: list[str]
+
+
+EngineMessage = EngineCoreRequest | AbortRequests | StartDpWave | UtilityRequest
+"""What an engine can receive on an input socket."""
+
+_KV_HINT_ACTION: Form[KvHintAction] = map_struct(
+    KvHintAction,
+    {"action_id": STR, "action_type": STR, "action_version": STR, "payload": ANY_MAP},
+    required=("action_id", "action_type", "action_version", "payload"),
+)
+
+KV_HINTS: Form[KvHintsEnvelope] = map_struct(
+    KvHintsEnvelope,
+    {"protocol_version": STR, "message_id": STR, "actions": list_of(_KV_HINT_ACTION)},
+    required=("protocol_version", "message_id", "actions"),
+)
+
+ENGINE_CORE_REQUEST: Form[EngineCoreRequest] = array_struct(
+    EngineCoreRequest,
+    6,  # upstream's Rust reader; its Python reader wants 9
+    {
+        "request_id": STR,
+        "prompt_token_ids": optional(TOKEN_IDS),
+        "mm_features": optional(list_of(MULTIMODAL_FEATURE)),
+        "sampling_params": optional(SAMPLING_PARAMS),
+        "pooling_params": optional(POOLING_PARAMS),
+        "arrival_time": FLOAT,
+        "lora_request": optional(LORA_REQUEST),
+        "cache_salt": optional(STR),
+        "data_parallel_rank": optional(U32),
+        "prompt_embeds": optional(TENSOR),
+        "prompt_is_token_ids": optional(list_of(BOOL)),
+        "client_index": U32,
+        "current_wave": U32,
+        "priority": I32,
+        "trace_headers": optional(map_of(STR, STR)),
+        "resumable": BOOL,
+        "external_req_id": optional(STR),
+        "reasoning_ended": optional(BOOL),
+        "reasoning_parser_kwargs": optional(ANY_MAP),
+        "abort_immediately": BOOL,
+        "session_id": optional(STR),
+        "kv_hints": optional(KV_HINTS),
+    },
+)
+
+_REQUEST_IDS = list_of(STR)
+
+
+def encode_add(request: EngineCoreRequest) -> list[Buffer]:
+    """The ADD message of a request: type, payload and an auxiliary frame per large array.
+
+    Auxiliary frames alias the request's arrays. Raises `InvalidFieldError` if a field does not
+    have its type or range.
+    """
+    aux: AuxFrames = []
+    try:
+        payload = pack(ENGINE_CORE_REQUEST.encode(request, aux))
+    except FormError as error:
+        raise InvalidFieldError(
+            request.request_id, error.where or "a value", error.reason
+        ) from error
+    return [RequestType.ADD.value, payload, *aux]
+
+
+def encode_abort(request_ids: Sequence[str]) -> list[Buffer]:
+    """The ABORT message for these ids."""
+    return [RequestType.ABORT.value, pack(list(request_ids))]
+
+
+def encode_utility(request: UtilityRequest) -> list[Buffer]:
+    """The UTILITY message of a call; `TypeError` if an argument has no MessagePack form."""
+    try:
+        payload = pack(UTILITY_REQUEST.encode(request, []))
+    except FormError as error:
+        raise TypeError(f"utility call {request.method!r}: {error.where} {error.reason}") from error
+    return [RequestType.UTILITY.value, payload]
+
+
+def decode_engine_message(frames: Frames) -> EngineMessage:
+    """Read a message on an input socket, as an engine does.
+
+    Raises `DecodeError`; its ``request_id`` is set if the message is an ADD whose id is readable,
+    so that an answer can be given.
+    """
+    if len(frames) < 2:
+        raise DecodeError("an input message", "", f"has {len(frames)} frames, not 2 or more")
+    kind, *body = frames
+    match bytes(kind):
+        case RequestType.ADD.value:
+            return _decode_add(body)
+        case RequestType.ABORT.value:
+            return AbortRequests(decode_payload(_REQUEST_IDS, body[0], body, "an ABORT message"))
+        case RequestType.START_DP_WAVE.value:
+            return decode_start_dp_wave(body[0])
+        case RequestType.UTILITY.value:
+            return decode_payload(UTILITY_REQUEST, body[0], body, "a UTILITY message")
+        case _:
+            raise DecodeError("an input message", "", f"unknown request type {bytes(kind)[:8]!r}")
+
+
+def _decode_add(body: Frames) -> EngineCoreRequest:
+    request_id = None
+    try:
+        raw = unpack(body[0])
+        if type(raw) is list and raw and type(raw[0]) is str:
+            request_id = raw[0]
+        return ENGINE_CORE_REQUEST.decode(raw, body)
+    except FormError as error:
+        raise DecodeError(
+            "an ADD message", error.where, error.reason, request_id=request_id
+        ) from error
