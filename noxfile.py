@@ -1,0 +1,143 @@
+"""Everything that is checked, built and measured here. ``nox -l`` lists the sessions."""
+
+import email
+import os
+import shutil
+import zipfile
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.sessions = ["lint", "typing", "tests", "build"]
+nox.options.error_on_missing_interpreters = False  # also in CI: test on what there is
+
+ROOT = Path(__file__).parent
+PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+PROJECT = PYPROJECT["project"]
+PYTHONS = [
+    classifier.rpartition(" ")[2]
+    for classifier in PROJECT["classifiers"]
+    if classifier.startswith("Programming Language :: Python :: 3.")
+]
+
+
+def reveal_pyenv() -> None:
+    """Append pyenv's interpreters to the path: those not activated have shims that only fail."""
+    root = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    for version in PYTHONS:
+        for folder in sorted(root.glob(f"versions/{version}.*/bin")):
+            os.environ["PATH"] += f"{os.pathsep}{folder}"
+
+
+reveal_pyenv()
+
+
+def group(name: str) -> list[str]:
+    """The requirements of a dependency group."""
+    return list(nox.project.dependency_groups(PYPROJECT, name))
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check rules, format and the use of trio."""
+    session.install(*group("lint"))
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+    check_async = ("flake8-async", "--enable=ASYNC", "--disable")
+    # ASYNC109: a timeout parameter is our contract for every wait on a peer.
+    session.run(*check_async, "ASYNC109", *python_files("src"))
+    # A test need not wait (ASYNC91x); a script may block on a process or a file (ASYNC2xx).
+    relaxed = "ASYNC109,ASYNC91,ASYNC2"
+    session.run(*check_async, relaxed, *python_files("tests"), *python_files("smoke"))
+
+
+@nox.session
+def typing(session: nox.Session) -> None:
+    """Check types, those of tests and scripts too."""
+    session.install(".", *group("typing"))
+    session.run("mypy")
+
+
+@nox.session(python=PYTHONS)
+def tests(session: nox.Session) -> None:
+    """Run the tests on each installed Python; arguments go to pytest, and then it measures nothing."""
+    session.install(".", *group("test"))
+    if session.posargs:
+        session.run("pytest", *session.posargs)
+        return
+    coverage = {"COVERAGE_FILE": str(Path(session.create_tmp()).resolve() / "coverage")}
+    session.run("coverage", "erase", env=coverage)
+    session.run("coverage", "run", "-m", "pytest", env=coverage)
+    session.run("coverage", "combine", "--quiet", env=coverage)
+    session.run("coverage", "report", env=coverage)
+
+
+@nox.session(python=PYTHONS[0], default=False)
+def minimums(session: nox.Session) -> None:
+    """Run the tests with the lowest releases that we say we work with."""
+    pins = [requirement.replace(">=", "==") for requirement in PROJECT["dependencies"]]
+    session.install(".", *pins, *group("test"))
+    session.run("pytest", *session.posargs)
+
+
+@nox.session(default=False)
+def smoke(session: nox.Session) -> None:
+    """Run the smoke checks; with ``-- --peers`` also those against real vLLM processes."""
+    session.install(".")
+    session.run("python", "smoke/run.py", *session.posargs)
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Run the benchmarks, or those named: ``nox -s bench -- NAME...``."""
+    session.install(".")
+    for script in sorted((ROOT / "smoke" / "bench").glob("*.py")):
+        if not session.posargs or script.stem in session.posargs:
+            session.run("python", str(script))
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Build the wheel into dist/, look into it, and run its commands."""
+    session.install(*group("build"))
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    session.run("python", "-m", "build", "--outdir", "dist", silent=True)
+    (wheel,) = (ROOT / "dist").glob("*.whl")
+    check_wheel(session, wheel)
+    session.install(str(wheel))
+    for command in PROJECT["scripts"]:
+        session.run(command, "--help", silent=True)
+
+
+def python_files(folder: str) -> list[str]:
+    """The sources under a folder."""
+    return [str(path) for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def check_wheel(session: nox.Session, wheel: Path) -> None:
+    """Fail if the wheel lacks a file of ours, holds a stranger, or describes itself wrongly."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        (record,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        metadata = email.message_from_bytes(archive.read(record))
+    sources = {
+        path.relative_to(ROOT / "src").as_posix()
+        for path in (ROOT / "src").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    if names != sources:
+        session.error(f"the wheel differs from src/ in {sorted(names ^ sources)}")
+    expected = {
+        "Name": PROJECT["name"],
+        "Version": PROJECT["version"],
+        "Requires-Python": PROJECT["requires-python"],
+        "License-Expression": PROJECT["license"],
+        "License-File": "LICENSE",
+        "Description-Content-Type": "text/markdown",
+    }
+    for field, value in expected.items():
+        if metadata[field] != value:
+            session.error(f"the wheel has {field} {metadata[field]!r}, not {value!r}")
+    if missing := set(PROJECT["dependencies"]) - set(metadata.get_all("Requires-Dist", [])):
+        session.error(f"the wheel does not require {sorted(missing)}")
