@@ -1,0 +1,90 @@
+"""Tasks that run beside a block of code, and no longer than it.
+
+The only place that takes exceptions out of groups. It keeps all of them out of the nursery, which
+would wrap them, and sorts them when the nursery is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import attrs
+import trio
+
+from trio_vllm._errors import InternalError
+
+
+@asynccontextmanager
+async def running(*pumps: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """Run ``pumps`` while the block runs; leaving the block cancels them and waits for their end.
+
+    A pump may return early, but not raise: what a peer does is for the pump to handle, so what it
+    lets out is a bug of ours. It cancels the block.
+
+    Raises:
+      InternalError: A pump raised; the first exception that one did is the cause.
+      KeyboardInterrupt, SystemExit: Bare, wherever they were raised.
+      BaseException: What the block raised otherwise, bare and as it was.
+    """
+    crash, block, around = _Caught(), _Caught(), _Caught()
+
+    async def guard(pump: Callable[[], Awaitable[None]]) -> None:
+        pump_end = _Caught()
+        with pump_end:
+            await pump()
+        cause = pump_end.without_cancelled()
+        if cause is None:
+            pump_end.raise_again()
+        elif crash.error is None:
+            crash.error = cause
+            nursery.cancel_scope.cancel(reason=f"{pump!r} crashed")
+
+    with around:
+        async with trio.open_nursery() as nursery:
+            for pump in pumps:
+                nursery.start_soon(guard, pump)
+            with block:
+                yield
+            nursery.cancel_scope.cancel(reason="the block was left")
+    _raise_first(crash, block, around)
+
+
+@attrs.define
+class _Caught:
+    """Catches whatever its block raises, cancellations too; who looks at it must raise it again."""
+
+    error: BaseException | None = None
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        self.error = error
+        return True
+
+    def raise_again(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def without_cancelled(self) -> BaseException | None:
+        """Give the error less the cancellations that are grouped with it; bare, if it is one."""
+        error = self.error
+        while isinstance(error, BaseExceptionGroup):
+            _, rest = error.split(trio.Cancelled)
+            if rest is None or len(rest.exceptions) > 1:
+                return rest
+            (error,) = rest.exceptions
+        return None if isinstance(error, trio.Cancelled) else error
+
+
+def _raise_first(crash: _Caught, block: _Caught, around: _Caught) -> None:
+    """Raise the gravest of what the pumps, the block and the wait for the pumps have raised."""
+    if (interrupt := around.without_cancelled()) is not None:
+        raise interrupt  # Ctrl-C: the wait raises nothing else but cancellations
+    if isinstance(crash.error, Exception):
+        bug = InternalError("a background task crashed, please report this")
+        if (besides := block.without_cancelled()) is not None:
+            bug.add_note(f"Besides, the block raised {besides!r}")
+        raise bug from crash.error
+    for caught in (crash, block, around):
+        caught.raise_again()

@@ -1,0 +1,245 @@
+"""`running`: every way in which the block, the pumps and the world around them can end."""
+
+from __future__ import annotations
+
+import signal
+from typing import NoReturn
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trio_vllm._background import running
+from trio_vllm._errors import InternalError
+
+
+async def idle() -> None:
+    await trio.sleep_forever()
+
+
+async def crash() -> NoReturn:
+    await trio.lowlevel.checkpoint()
+    raise ValueError("bug")
+
+
+async def crash_when_cancelled() -> None:
+    try:
+        await trio.sleep_forever()
+    finally:
+        raise ValueError("bug")
+
+
+async def fail_in_child_nursery() -> None:
+    """Raise a group of an error and the cancellation of the block."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(crash_when_cancelled)
+        await trio.sleep_forever()
+
+
+async def linger() -> None:
+    """Take a second to end, like a pump that sends its last messages."""
+    with trio.CancelScope(shield=True):
+        await trio.sleep(1)
+    await trio.sleep_forever()
+
+
+async def test_leaving_the_block_cancels_and_awaits_the_pumps(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with running(linger, idle):
+        pass
+
+    assert 1 == trio.current_time()
+
+
+async def test_without_pumps_it_is_just_a_block() -> None:
+    async with running():
+        await trio.lowlevel.checkpoint()
+
+
+async def test_pump_may_return_early() -> None:
+    returned = trio.Event()
+
+    async def brief() -> None:
+        await trio.lowlevel.checkpoint()
+        returned.set()
+
+    async with running(brief):
+        await returned.wait()
+        await wait_all_tasks_blocked()
+
+
+async def test_error_of_the_block_is_bare_and_unchanged() -> None:
+    error = ValueError("mine")
+
+    with pytest.raises(ValueError) as caught:
+        async with running(idle):
+            raise error
+
+    assert error is caught.value
+    assert error.__context__ is None
+    assert error.__cause__ is None
+
+
+async def test_group_of_the_block_stays_that_group() -> None:
+    group = ExceptionGroup("mine", [ValueError("a")])
+
+    with pytest.RaisesGroup(ValueError) as caught:
+        async with running(idle):
+            raise group
+
+    assert group is caught.value
+
+
+@pytest.mark.parametrize(
+    "error", [StopIteration(), StopAsyncIteration(), GeneratorExit()], ids=repr
+)
+async def test_errors_that_generators_know_pass_too(error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught:
+        async with running(idle):
+            raise error
+
+    assert error is caught.value
+
+
+async def test_crash_cancels_the_block_and_is_an_internal_error() -> None:
+    with pytest.raises(InternalError) as caught:
+        async with running(idle, crash):
+            await trio.sleep_forever()
+
+    assert "bug" == str(caught.value.__cause__)
+
+
+async def test_crash_after_the_block_is_an_internal_error() -> None:
+    with pytest.raises(InternalError) as caught:
+        async with running(crash_when_cancelled):
+            await wait_all_tasks_blocked()
+
+    assert "bug" == str(caught.value.__cause__)
+
+
+async def test_first_crash_is_kept() -> None:
+    async def crash_first() -> None:
+        await trio.lowlevel.checkpoint()
+        raise KeyError("first")
+
+    with pytest.raises(InternalError) as caught:
+        async with running(crash_first, crash_when_cancelled):
+            await trio.sleep_forever()
+
+    assert "'first'" == str(caught.value.__cause__)
+
+
+async def test_crash_in_a_child_nursery_is_found_among_cancellations() -> None:
+    with pytest.raises(InternalError) as caught:
+        async with running(fail_in_child_nursery):
+            await wait_all_tasks_blocked()
+
+    assert "bug" == str(caught.value.__cause__)
+
+
+async def test_several_crashes_in_a_child_nursery_stay_a_group() -> None:
+    async def crash_twice() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(crash_when_cancelled)
+            nursery.start_soon(crash_when_cancelled)
+
+    with pytest.raises(InternalError) as caught:
+        async with running(crash_twice):
+            await wait_all_tasks_blocked()
+
+    assert isinstance(caught.value.__cause__, ExceptionGroup)
+    assert 2 == len(caught.value.__cause__.exceptions)
+
+
+async def test_crash_tells_what_the_block_raised_besides() -> None:
+    with pytest.raises(InternalError) as caught:
+        async with running(crash):
+            await crash_when_cancelled()
+
+    assert "bug" == str(caught.value.__cause__)
+    assert ["Besides, the block raised ValueError('bug')"] == caught.value.__notes__
+
+
+async def test_timeout_around_the_block(autojump_clock: trio.testing.MockClock) -> None:
+    with trio.move_on_after(1) as scope:
+        async with running(idle):
+            await trio.sleep_forever()
+
+    assert scope.cancelled_caught
+
+
+async def test_timeout_while_the_pumps_end(autojump_clock: trio.testing.MockClock) -> None:
+    with trio.move_on_after(0.5) as scope:
+        async with running(linger):
+            pass
+
+    assert scope.cancelled_caught
+    assert 1 == trio.current_time()
+
+
+async def test_timeout_while_the_pumps_end_does_not_hide_the_error(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    with trio.move_on_after(0.5) as scope, pytest.raises(ValueError, match="mine") as caught:
+        async with running(linger, idle):
+            raise ValueError("mine")
+
+    assert scope.cancel_called
+    assert not scope.cancelled_caught
+    assert caught.value.__context__ is None
+
+
+async def test_timeout_around_does_not_hide_a_crash(autojump_clock: trio.testing.MockClock) -> None:
+    with trio.move_on_after(1), pytest.raises(InternalError):
+        async with running(crash_when_cancelled, idle):
+            await trio.sleep_forever()
+
+
+async def test_inner_timeout_of_the_block_is_its_own(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with running(idle):
+        with trio.move_on_after(1) as scope:
+            await trio.sleep_forever()
+
+        assert scope.cancelled_caught
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(2)], ids=repr)
+async def test_interrupt_of_the_block_is_bare(error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught:
+        async with running(idle):
+            raise error
+
+    assert error is caught.value
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(2)], ids=repr)
+async def test_interrupt_of_a_pump_is_bare(error: BaseException) -> None:
+    async def interrupted() -> None:
+        await trio.lowlevel.checkpoint()
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        async with running(idle, interrupted):
+            await trio.sleep_forever()
+
+    assert error is caught.value
+
+
+def test_ctrl_c_while_the_pumps_end_is_bare() -> None:
+    async def interrupt_and_linger() -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            signal.raise_signal(signal.SIGINT)
+            with trio.CancelScope(shield=True):
+                await wait_all_tasks_blocked()
+
+    async def main() -> None:
+        async with running(trio.lowlevel.enable_ki_protection(interrupt_and_linger)):
+            await wait_all_tasks_blocked()
+
+    with pytest.raises(KeyboardInterrupt):
+        trio.run(main)
