@@ -179,6 +179,21 @@ class UtilityCallFailedError(UtilityError):
 
 
 @attrs.define(eq=False, str=False)
+class UtilityTimeoutError(UtilityError):
+    """Some engines did not answer a utility call in time; they may still run it."""
+
+    call_id: int
+    missing_engines: Sequence[int]
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"utility call {self.method!r} (call id {self.call_id}): no answer from engine"
+            f" {', '.join(map(str, self.missing_engines))} after {self.seconds:g} s"
+        )
+
+
+@attrs.define(eq=False, str=False)
 class InconsistentUtilityResultsError(UtilityError):
     """Engines that had to agree gave different results."""
 
@@ -212,3 +227,10 @@ class DecodeError(EngineCoreError):
         if self.where:
             text += f" at {self.where}"
         return f"{text}: {self.reason}"
+
+
+def fresh(error: EngineCoreError) -> EngineCoreError:
+    """An exception like ``error``, to raise: the same one, raised twice, would mix its tracebacks."""
+    again = type(error)(*error.args)
+    again.__cause__ = error.__cause__ or error
+    return again

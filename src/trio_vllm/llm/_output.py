@@ -1,0 +1,222 @@
+"""What `Llm` gives back."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import attrs
+
+from trio_vllm.protocol import (
+    Array,
+    EngineCoreEvent,
+    EventType,
+    FinishReason,
+    Logprobs,
+    RequestErrorInfo,
+    RequestSpecDecodeMetrics,
+    SamplingMask,
+)
+
+
+@attrs.frozen(kw_only=True)
+class Usage:
+    """Token counts of a request so far."""
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int | None = None
+    """Prompt tokens that came out of a cache, if the engine says."""
+
+
+@attrs.frozen(kw_only=True)
+class WeightVersionSpan:
+    """The output tokens ``start`` to ``end`` (exclusive) were made with these weights."""
+
+    start: int
+    end: int
+    version: str
+
+
+@attrs.frozen(kw_only=True)
+class RequestTimings:
+    """How long the parts of a completion took, in seconds; None where the engine does not tell.
+
+    Computed as upstream's frontends do (``vllm/v1/metrics/stats.py``, ``IterationStats``): the two
+    latencies by this process's clock, everything else by the engine's monotonic clock, of which
+    only differences mean anything.
+    """
+
+    e2e_latency: float
+    """From arrival to the last output."""
+    time_to_first_token: float | None = None
+    """From arrival to the first output with a token."""
+    queued_time: float | None = None
+    prefill_time: float | None = None
+    """From being scheduled to the first token."""
+    decode_time: float | None = None
+    """From the first to the last token."""
+    inference_time: float | None = None
+    """From being scheduled to the last token."""
+    inter_token_latencies: tuple[float, ...] = ()
+    """Between each two outputs of the engine (which may hold several tokens)."""
+    mean_time_per_output_token: float | None = None
+
+    @staticmethod
+    def compute(
+        *,
+        e2e_latency: float,
+        time_to_first_token: float | None,
+        events: list[EngineCoreEvent],
+        token_times: list[float],
+        output_tokens: int,
+    ) -> RequestTimings:
+        """From the engine's events and the times of the outputs that had tokens."""
+        queued = _first(events, EventType.QUEUED)
+        scheduled = _first(events, EventType.SCHEDULED)
+        first, last = (token_times[0], token_times[-1]) if token_times else (None, None)
+        decode = _between(first, last)
+        return RequestTimings(
+            e2e_latency=e2e_latency,
+            time_to_first_token=time_to_first_token,
+            queued_time=_between(queued, scheduled),
+            prefill_time=_between(scheduled, first),
+            decode_time=decode,
+            inference_time=_between(scheduled, last),
+            inter_token_latencies=tuple(
+                later - earlier for earlier, later in itertools.pairwise(token_times)
+            ),
+            mean_time_per_output_token=(
+                decode / (output_tokens - 1) if decode is not None and output_tokens > 1 else None
+            ),
+        )
+
+
+def _first(events: list[EngineCoreEvent], kind: EventType) -> float | None:
+    return next((event.timestamp for event in events if event.type is kind), None)
+
+
+def _between(earlier: float | None, later: float | None) -> float | None:
+    return None if earlier is None or later is None else later - earlier
+
+
+@attrs.define(kw_only=True, eq=False)
+class CompletionOutput:
+    """One completion of a prompt: all of it, or what is new of it since the last delivery.
+
+    Fields below ``finish_reason`` are about the whole completion and set on its last delivery.
+    """
+
+    index: int
+    """Which of the ``n`` completions."""
+    token_ids: list[int]
+    logprobs: Logprobs | None = None
+    """One row per token id, cut to the number asked for."""
+    prompt_logprobs: Logprobs | None = None
+    """On the first delivery. Row ``i`` is about prompt token ``i + 1``; the first has none."""
+    prompt_token_id_logprobs: Array | None = None
+    """On the first delivery: float32 ``[rows, ids]`` for the ids that were asked about."""
+    sampling_masks: tuple[SamplingMask, ...] = ()
+    routed_experts: Array | None = None
+    """``[rows, layers, top_k]``."""
+    num_nans_in_logits: int = 0
+
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """With STOP: the stop token that matched; None for end of text."""
+    error: RequestErrorInfo | None = None
+    """With ERROR: why, if the engine says."""
+    mm_cache_miss_hashes: list[str] | None = None
+    """With ERROR: multimodal data that has to be sent again."""
+    usage: Usage | None = None
+    timings: RequestTimings | None = None
+    weight_versions: tuple[WeightVersionSpan, ...] = ()
+    spec_decode_metrics: RequestSpecDecodeMetrics | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
+    trace_headers: dict[str, str] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether this is the completion's last delivery."""
+        return self.finish_reason is not None
+
+
+@attrs.define(kw_only=True, eq=False)
+class GenerateOutput:
+    """The completions of one prompt; with ``n=1`` the shorthands are about the only one."""
+
+    request_id: str
+    """The caller's id."""
+    prompt_token_ids: list[int]
+    completions: list[CompletionOutput]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the first completion."""
+        return self.completions[0].token_ids
+
+    @property
+    def logprobs(self) -> Logprobs | None:
+        """Of the first completion."""
+        return self.completions[0].logprobs
+
+    @property
+    def prompt_logprobs(self) -> Logprobs | None:
+        """Row ``i`` is about prompt token ``i + 1``."""
+        return self.completions[0].prompt_logprobs
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Of the first completion."""
+        reason = self.completions[0].finish_reason
+        assert reason is not None
+        return reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """Of the first completion."""
+        return self.completions[0].stop_reason
+
+    @property
+    def error(self) -> RequestErrorInfo | None:
+        """Of the first completion."""
+        return self.completions[0].error
+
+    @property
+    def timings(self) -> RequestTimings:
+        """Of the first completion."""
+        timings = self.completions[0].timings
+        assert timings is not None
+        return timings
+
+    @property
+    def kv_transfer_params(self) -> dict[str, Any] | None:
+        """Of the first completion."""
+        return self.completions[0].kv_transfer_params
+
+    @property
+    def usage(self) -> Usage:
+        """The prompt once, the output tokens of all completions."""
+        usages = [completion.usage for completion in self.completions if completion.usage]
+        return attrs.evolve(usages[0], output_tokens=sum(usage.output_tokens for usage in usages))
+
+
+@attrs.define(kw_only=True, eq=False)
+class EncodeOutput:
+    """The pooled prompt."""
+
+    request_id: str
+    """The caller's id."""
+    prompt_token_ids: list[int]
+    data: Array | None
+    """What the model made of it, float32 for a bfloat16 model; None if it failed."""
+    completion: CompletionOutput
+    """How it ended: finish reason, error, usage, timings."""
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """STOP, unless it failed or was aborted."""
+        reason = self.completion.finish_reason
+        assert reason is not None
+        return reason

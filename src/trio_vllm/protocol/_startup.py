@@ -1,0 +1,164 @@
+"""The startup of the frontend side: who said HELLO, READY, registered, and what to answer.
+
+Theory of operation. An engine goes through HELLO (answered with INIT), an optional gate at the
+coordinator, registration on the input socket and READY on the handshake socket. The last two come
+over different connections, so either may be first. Everything unexpected (a stranger's id, garbage,
+a message out of turn) is noted and left unanswered: the expected engines may still come. A second
+HELLO of an engine that is not READY is a restart, it gets its INIT again.
+
+Mirrors upstream ``vllm/v1/engine/utils.py::wait_for_engine_startup`` and
+``engine-core-client/src/transport.rs``.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+import attrs
+
+from trio_vllm._errors import DecodeError
+from trio_vllm.protocol._handshake import (
+    EngineCoreReadyResponse,
+    EngineId,
+    HandshakeReport,
+    HandshakeStatus,
+    decode_ready_response,
+    decode_report,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from trio_vllm.protocol._forms import Frames
+
+
+class Phase(enum.Enum):
+    """What the startup waits for; the value is for messages."""
+
+    HELLO = "HELLO"
+    READY = "READY"
+    REGISTRATION = "registration"
+
+
+@attrs.define
+class _Progress:
+    hello: bool = False
+    ready: HandshakeReport | None = None
+    response: EngineCoreReadyResponse | None = None
+
+    def reached(self, phase: Phase) -> bool:
+        match phase:
+            case Phase.HELLO:
+                return self.hello
+            case Phase.READY:
+                return self.ready is not None
+            case Phase.REGISTRATION:
+                return self.response is not None
+
+
+class FrontendStartup:
+    """Follows the startup of the expected engines from the messages they send.
+
+    ``handshake=False`` is for a frontend whose supervisor does the handshake: only registrations
+    are waited for.
+    """
+
+    def __init__(self, engine_indices: Iterable[int], *, handshake: bool = True) -> None:
+        self._progress = {index: _Progress() for index in engine_indices}
+        self._phases = tuple(Phase) if handshake else (Phase.REGISTRATION,)
+        self.notes: list[str] = []
+        """What was seen and should not have been, in words."""
+
+    @property
+    def phase(self) -> Phase | None:
+        """The first phase that some engine has not reached; None if all is done."""
+        return next((phase for phase in self._phases if self.missing(phase)), None)
+
+    def missing(self, phase: Phase) -> list[int]:
+        """The engines that have not reached ``phase``."""
+        return [i for i, progress in self._progress.items() if not progress.reached(phase)]
+
+    @property
+    def steps_missing(self) -> int:
+        """How many messages are still needed, of all engines together."""
+        return sum(len(self.missing(phase)) for phase in self._phases)
+
+    @property
+    def ready_responses(self) -> dict[int, EngineCoreReadyResponse]:
+        """What each registered engine told of itself, by engine index."""
+        return {i: p.response for i, p in sorted(self._progress.items()) if p.response is not None}
+
+    def receive_report(self, frames: Frames) -> EngineId | None:
+        """Take a message of the handshake socket; the id returned is to be answered with INIT."""
+        found = self._find(frames, "handshake")
+        if found is None:
+            return None
+        engine_id, progress = found
+        try:
+            report = decode_report(frames[1])
+        except DecodeError as error:
+            self.note(f"engine {engine_id.engine_index} sent garbage: {error}")
+            return None
+        if report.status is HandshakeStatus.HELLO:
+            if progress.ready is not None:
+                self.note(f"engine {engine_id.engine_index} said HELLO after READY")
+                return None
+            if progress.hello:
+                self.note(f"engine {engine_id.engine_index} said HELLO again")
+            progress.hello = True
+            return engine_id
+        if not progress.hello or progress.ready is not None:
+            self.note(f"engine {engine_id.engine_index} said READY out of turn")
+            return None
+        progress.ready = report
+        return None
+
+    def receive_registration(self, frames: Frames) -> int | None:
+        """Take a message of the input socket; gives the index of an engine that registered."""
+        found = self._find(frames, "input")
+        if found is None:
+            return None
+        engine_id, progress = found
+        index = engine_id.engine_index
+        if progress.response is not None:
+            self.note(f"engine {index} registered again")
+            return None
+        try:
+            progress.response = decode_ready_response(frames[1])
+        except DecodeError as error:
+            self.note(f"engine {index} sent garbage: {error}")
+            return None
+        return index
+
+    def lose_handshake(self, engine_index: int) -> None:
+        """The handshake connection of an engine ended; as it should, if the engine is READY."""
+        if self._progress[engine_index].ready is None:
+            self.note(f"engine {engine_index} left before it was READY")
+
+    def lose(self, engine_index: int) -> None:
+        """The connection of an engine broke: it has to start over."""
+        self.note(f"engine {engine_index} was lost during startup")
+        self._progress[engine_index] = _Progress()
+
+    def _find(self, frames: Frames, socket: str) -> tuple[EngineId, _Progress] | None:
+        if len(frames) != 2:
+            self.note(f"a message of {len(frames)} frames came on the {socket} socket")
+            return None
+        engine_id = EngineId(frames[0])
+        try:
+            progress = self._progress.get(engine_id.engine_index)
+        except DecodeError:
+            progress = None
+        if progress is None:
+            self.note(
+                f"an unexpected peer, id {engine_id[:16].hex()}, spoke on the {socket} socket"
+            )
+            return None
+        return engine_id, progress
+
+    def note(self, text: str) -> None:
+        """Keep what was seen and should not have been."""
+        # A hostile peer may repeat itself; the words are kept once, and not without end.
+        if text not in self.notes and len(self.notes) < 20:
+            self.notes.append(text)
