@@ -5,10 +5,13 @@ from trio_vllm.client._inflight import Sink
 from trio_vllm.client._ready import EngineFleet
 from trio_vllm.client._stream import OutputStream, StreamOutput
 from trio_vllm.client._waker import Waker
+from trio_vllm.transport import Bootstrapped, HandshakeOwner
 
 __all__ = [
+    "Bootstrapped",
     "EngineCoreClient",
     "EngineFleet",
+    "HandshakeOwner",
     "OutputStream",
     "Sink",
     "StreamOutput",

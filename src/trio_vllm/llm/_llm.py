@@ -16,12 +16,11 @@ import attrs
 import trio
 
 from trio_vllm._errors import InvalidFieldError, fresh
-from trio_vllm.client import EngineCoreClient, Waker, open_client
+from trio_vllm.client import Bootstrapped, EngineCoreClient, HandshakeOwner, Waker, open_client
 from trio_vllm.llm._collector import Collector
 from trio_vllm.llm._output import CompletionOutput, EncodeOutput, GenerateOutput
 from trio_vllm.llm._request import EncodeRequest, GenerateRequest, PromptRequest
 from trio_vllm.protocol import EngineCoreRequest, EngineCoreSamplingParams
-from trio_vllm.transport import Bootstrapped, HandshakeOwner
 
 FINAL_ONLY = 0
 """The delivery interval of a request that is waited for to its end."""
