@@ -1,0 +1,85 @@
+"""Connections in memory: the transport's channels without ØMQ, for tests under an autojump clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import attrs
+import trio
+
+from trio_vllm._errors import PeerGoneError
+from trio_vllm.transport._channels import Frames
+
+
+def open_memory_connection(
+    high_water_mark: float = math.inf,
+) -> tuple[MemorySender, MemoryReceiver]:
+    """Give both ends of a connection; several tasks may share the sender, like engines a PULL."""
+    send, receive = trio.open_memory_channel[Frames](high_water_mark)
+    return MemorySender(send), MemoryReceiver(receive)
+
+
+@attrs.define
+class MemorySender:
+    """A `FrameSender`. Copies at once, so that nobody can change what was sent."""
+
+    _channel: trio.MemorySendChannel[Frames]
+
+    def send_nowait(self, frames: Sequence[bytes | memoryview]) -> None:
+        self._channel.send_nowait([bytes(frame) for frame in frames])
+
+    async def send(self, frames: Sequence[bytes | memoryview]) -> None:
+        await self._channel.send([bytes(frame) for frame in frames])
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+@attrs.define
+class MemoryReceiver:
+    """A `FrameReceiver`."""
+
+    _channel: trio.MemoryReceiveChannel[Frames]
+
+    async def receive(self) -> Frames:
+        return await self._channel.receive()
+
+    async def receive_batch(self, limit: int) -> list[Frames]:
+        return [await self._channel.receive(), *self._take(limit - 1)]
+
+    def receive_batch_nowait(self, limit: int) -> list[Frames]:
+        return [self._channel.receive_nowait(), *self._take(limit - 1)]
+
+    def _take(self, limit: int) -> list[Frames]:
+        waiting = self._channel.statistics().current_buffer_used
+        return [self._channel.receive_nowait() for _ in range(min(limit, waiting))]
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+@attrs.define
+class MemoryRouter:
+    """A `FrameSender` whose first frame says to whom; like a ROUTER, it knows who is gone."""
+
+    _peers: dict[bytes, MemorySender] = attrs.field(factory=dict, init=False)
+
+    def connect(self, identity: bytes) -> MemoryReceiver:
+        """Let a peer join; gives what it receives from."""
+        self._peers[identity], receiver = open_memory_connection()
+        return receiver
+
+    def disconnect(self, identity: bytes) -> None:
+        """Lose a peer; what it was sent before it can still receive."""
+        self._peers.pop(identity).close()
+
+    def send_nowait(self, frames: Sequence[bytes | memoryview]) -> None:
+        identity, *rest = frames
+        if (peer := self._peers.get(bytes(identity))) is None:
+            raise PeerGoneError(bytes(identity))
+        peer.send_nowait(rest)
+
+    async def send(self, frames: Sequence[bytes | memoryview]) -> None:
+        await trio.lowlevel.checkpoint()
+        self.send_nowait(frames)
