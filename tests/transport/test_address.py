@@ -1,0 +1,67 @@
+"""Addresses that are understood, and what is said about those that are not."""
+
+from __future__ import annotations
+
+import pytest
+
+from trio_vllm._errors import ConfigurationError
+from trio_vllm.transport._address import LONGEST_PATH, Endpoint, parse_endpoint
+
+
+@pytest.mark.parametrize(
+    ("address", "endpoint"),
+    [
+        ("tcp://127.0.0.1:5555", Endpoint("tcp://127.0.0.1:5555")),
+        ("tcp://localhost:5555", Endpoint("tcp://127.0.0.1:5555")),
+        ("tcp://host.example:1", Endpoint("tcp://host.example:1")),
+        ("tcp://*:65535", Endpoint("tcp://*:65535")),
+        ("tcp://[::1]:5555", Endpoint("tcp://[::1]:5555", is_ipv6=True)),
+        ("tcp://[::]:5555", Endpoint("tcp://[::]:5555", is_ipv6=True)),
+        ("tcp://[fe80::1%eth0]:5555", Endpoint("tcp://[fe80::1%eth0]:5555", is_ipv6=True)),
+        ("ipc:///run/engine", Endpoint("ipc:///run/engine")),
+        ("ipc://@abstract", Endpoint("ipc://@abstract")),
+        ("ipc://" + "p" * LONGEST_PATH, Endpoint("ipc://" + "p" * LONGEST_PATH)),
+    ],
+)
+def test_good_addresses(address: str, endpoint: Endpoint) -> None:
+    assert endpoint == parse_endpoint(address, port_required=True)
+
+
+def test_port_zero_is_for_listening_only() -> None:
+    assert Endpoint("tcp://127.0.0.1:0") == parse_endpoint("tcp://127.0.0.1:0", port_required=False)
+    with pytest.raises(ConfigurationError, match="has port 0"):
+        parse_endpoint("tcp://127.0.0.1:0", port_required=True)
+
+
+@pytest.mark.parametrize(
+    ("address", "complaint"),
+    [
+        ("", "neither tcp://host:port nor ipc://path"),
+        ("127.0.0.1:5555", "neither tcp://host:port nor ipc://path"),
+        ("http://127.0.0.1:5555", "neither tcp://host:port nor ipc://path"),
+        ("inproc://engine", "neither tcp://host:port nor ipc://path"),
+        ("tcp://127.0.0.1", "has no port between 0 and 65535"),
+        ("tcp://127.0.0.1:", "has no port between 0 and 65535"),
+        ("tcp://127.0.0.1:65536", "has no port between 0 and 65535"),
+        ("tcp://127.0.0.1:-1", "has no port between 0 and 65535"),
+        ("tcp://127.0.0.1:٣", "has no port between 0 and 65535"),
+        ("tcp://127.0.0.1:80/path", "has no port between 0 and 65535"),
+        ("tcp://[::1]", "has no port between 0 and 65535"),
+        ("tcp://:5555", "has no usable host"),
+        ("tcp://[]:5555", "has no usable host"),
+        ("tcp://[127.0.0.1]:5555", "has no usable host"),
+        ("tcp://::1:5555", "write it as tcp://[::1]:5555"),
+        ("tcp://host:80:5555", "write it as tcp://[::1]:5555"),
+        ("ipc://", "has no usable path"),
+        ("ipc:///tmp/a\0b", "has no usable path"),
+        ("ipc://" + "p" * (LONGEST_PATH + 1), "has a path of 108 bytes"),
+        ("ipc://" + "ø" * 54, "has a path of 108 bytes"),
+    ],
+)
+def test_bad_addresses_say_what_is_wrong(address: str, complaint: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse_endpoint(address, port_required=False)
+
+    assert repr(address) in str(caught.value)
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)
