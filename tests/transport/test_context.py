@@ -1,0 +1,196 @@
+"""What a context does with its sockets: their options, their last messages, their end."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trio
+import zmq
+from tests.transport.peers import ANY_PORT
+from trio.testing import wait_all_tasks_blocked
+
+from trio_vllm._errors import ConfigurationError
+from trio_vllm.transport import _context
+from trio_vllm.transport._context import SocketType, ZmqContext, open_context
+from trio_vllm.transport._socket import ZmqSocket
+
+
+async def test_late_listener_gets_the_last_message_within_the_linger(tmp_path: Path) -> None:
+    """Closing comes before anybody listens; the message is delivered, and then nothing waits."""
+    address = f"ipc://{tmp_path}/late"
+    closed = trio.Event()
+
+    async def send_and_leave() -> None:
+        async with open_context() as context:
+            push = context.socket(SocketType.PUSH, linger=30)
+            push.connect(address)
+            push.send_nowait([b"last words"])
+        closed.set()
+
+    with trio.fail_after(5):
+        async with open_context() as context, trio.open_nursery() as nursery:
+            nursery.start_soon(send_and_leave)
+            await wait_all_tasks_blocked()
+            pull = context.socket(SocketType.PULL)
+            pull.bind(address)
+
+            assert [b"last words"] == await pull.receive()
+            await closed.wait()
+
+
+@pytest.mark.parametrize("linger", [0.0, 0.3])
+async def test_leaving_waits_no_longer_than_the_linger(tmp_path: Path, linger: float) -> None:
+    begin = trio.current_time()
+
+    async with open_context() as context:
+        push = context.socket(SocketType.PUSH, linger=linger)
+        push.connect(f"ipc://{tmp_path}/nobody")
+        push.send_nowait([b"last words"])
+
+    assert linger <= trio.current_time() - begin < linger + 0.25
+
+
+async def test_leaving_cannot_be_cancelled(tmp_path: Path) -> None:
+    begin = trio.current_time()
+
+    with trio.CancelScope() as scope:
+        async with open_context() as context:
+            push = context.socket(SocketType.PUSH, linger=0.2)
+            push.connect(f"ipc://{tmp_path}/nobody")
+            push.send_nowait([b"last words"])
+            scope.cancel()
+
+    assert 0.2 <= trio.current_time() - begin
+
+
+async def test_leaving_does_not_hang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A socket that we know nothing of keeps the context from ending: it is left behind."""
+    monkeypatch.setattr(_context, "TERMINATION_GRACE", 0.1)
+
+    with trio.fail_after(2):
+        async with open_context() as context:
+            raw = context._raw.socket(SocketType.PUSH)
+
+    raw.close()
+
+
+async def test_leaving_does_not_need_the_default_limiter(monkeypatch: pytest.MonkeyPatch) -> None:
+    limiter = trio.to_thread.current_default_thread_limiter()
+    monkeypatch.setattr(limiter, "total_tokens", 1)
+    async with limiter:
+        begin = trio.current_time()
+        async with open_context() as context:
+            context.socket(SocketType.PULL)
+
+    assert trio.current_time() - begin < 0.5
+
+
+async def test_closed_context_makes_no_socket() -> None:
+    async with open_context() as context:
+        pull = context.socket(SocketType.PULL)
+
+    with pytest.raises(trio.ClosedResourceError):
+        context.socket(SocketType.PULL)
+    with pytest.raises(trio.ClosedResourceError):
+        await pull.receive()
+
+
+@pytest.mark.parametrize("linger", [-1, float("inf")])
+async def test_linger_is_finite(linger: float) -> None:
+    async with open_context() as context:
+        with pytest.raises(ValueError, match="finite"):
+            context.socket(SocketType.PUSH, linger=linger)
+
+
+async def test_impossible_option_is_named() -> None:
+    async with open_context() as context:
+        with pytest.raises(ConfigurationError, match="option ROUTING_ID cannot be b'xxx"):
+            context.socket(SocketType.DEALER, identity=b"x" * 256)
+
+
+async def test_send_high_water_mark_bounds_what_waits(context: ZmqContext, tmp_path: Path) -> None:
+    push = context.socket(SocketType.PUSH, send_high_water_mark=3)
+    push.connect(f"ipc://{tmp_path}/nobody")
+
+    for _ in range(3):
+        await push.send([b"message"])
+
+    with pytest.raises(trio.WouldBlock):
+        push.send_nowait([b"one too many"])
+
+
+async def test_there_is_no_bound_otherwise(context: ZmqContext, tmp_path: Path) -> None:
+    """Neither for what waits to be sent nor for what was received; ØMQ's own bounds are 1000."""
+    pull, push = context.socket(SocketType.PULL), context.socket(SocketType.PUSH)
+    push.connect(address := f"ipc://{tmp_path}/socket")
+    for _ in range(3000):
+        push.send_nowait([b"message"])
+    pull.bind(address)
+
+    received = 0
+    while received < 3000:
+        received += len(await pull.receive_batch(3000))
+
+    options = {option: pull._raw.get(option) for option in (zmq.RCVHWM, zmq.SNDHWM)}
+    assert {zmq.RCVHWM: 0, zmq.SNDHWM: 0} == options
+
+
+async def test_xpub_reports_repeated_subscriptions(context: ZmqContext) -> None:
+    publisher = context.socket(SocketType.XPUB)
+    address = publisher.bind(ANY_PORT)
+    for _ in range(2):
+        subscriber = context.socket(SocketType.XSUB)
+        subscriber.connect(address)
+        await subscriber.send([b"\x01"])
+
+    with trio.fail_after(2):
+        assert [b"\x01"] == await publisher.receive()
+        assert [b"\x01"] == await publisher.receive()
+
+    publisher.send_nowait([b"news"])
+    with trio.fail_after(2):
+        assert [b"news"] == await subscriber.receive()
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 10_000:
+        pytest.skip("the system allows too few descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (10_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_two_thousand_idle_sockets(many_descriptors: None, context: ZmqContext) -> None:
+    """All of them wait and cost no time; each gets its message."""
+    received = 0
+
+    async def wait_for_message(pull: ZmqSocket, address: str) -> None:
+        nonlocal received
+        assert [address.encode()] == await pull.receive()
+        received += 1
+
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            addresses = []
+            for _ in range(2000):
+                pull = context.socket(SocketType.PULL)
+                addresses.append(pull.bind(ANY_PORT))
+                nursery.start_soon(wait_for_message, pull, addresses[-1])
+            await wait_all_tasks_blocked()
+            cpu_time = time.thread_time()
+            await trio.sleep(0.05)
+            assert time.thread_time() - cpu_time < 0.01
+            for address in addresses[::100]:
+                push = context.socket(SocketType.PUSH)
+                push.connect(address)
+                push.send_nowait([address.encode()])
+            await wait_all_tasks_blocked(0.2)
+            nursery.cancel_scope.cancel()
+
+    assert 20 == received

@@ -1,0 +1,133 @@
+"""Binding and connecting, for real: every kind of address, and what goes wrong with them."""
+
+from __future__ import annotations
+
+import socket as stdlib_socket
+from pathlib import Path
+
+import pytest
+import trio
+from tests.transport.peers import ANY_PORT
+
+from trio_vllm._errors import AddressInUseError, ConfigurationError
+from trio_vllm.transport._address import LONGEST_PATH
+from trio_vllm.transport._context import SocketType, ZmqContext, open_context
+
+
+def has_ipv6() -> bool:
+    with stdlib_socket.socket(stdlib_socket.AF_INET6) as socket:
+        try:
+            socket.bind(("::1", 0))
+        except OSError:
+            return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("asked", "given"),
+    [
+        ("tcp://127.0.0.1:0", "tcp://127.0.0.1:"),
+        ("tcp://localhost:0", "tcp://127.0.0.1:"),
+        pytest.param(
+            "tcp://[::1]:0",
+            "tcp://[::1]:",
+            marks=pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6"),
+        ),
+        ("ipc://{folder}/socket", "ipc://{folder}/socket"),
+    ],
+)
+async def test_messages_pass(context: ZmqContext, tmp_path: Path, asked: str, given: str) -> None:
+    pull, push = context.socket(SocketType.PULL), context.socket(SocketType.PUSH)
+
+    address = pull.bind(asked.format(folder=tmp_path))
+    push.connect(address)
+    push.send_nowait([b"message"])
+
+    assert address.startswith(given.format(folder=tmp_path))
+    assert not address.endswith(":0")
+    assert address == pull.address == push.address
+    with trio.fail_after(2):
+        assert [b"message"] == await pull.receive()
+
+
+async def test_connecting_resolves_names(context: ZmqContext) -> None:
+    pull, push = context.socket(SocketType.PULL), context.socket(SocketType.PUSH)
+    port = pull.bind(ANY_PORT).rpartition(":")[2]
+
+    push.connect(f"tcp://localhost:{port}")
+    push.send_nowait([b"message"])
+
+    with trio.fail_after(2):
+        assert [b"message"] == await pull.receive()
+
+
+async def test_address_in_use_is_named() -> None:
+    async with open_context() as context:
+        address = context.socket(SocketType.PULL).bind(ANY_PORT)
+
+        with pytest.raises(AddressInUseError) as caught:
+            context.socket(SocketType.ROUTER).bind(address)
+
+    assert address == caught.value.address
+    assert address in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("address", ["tcp://192.0.2.1:0", "tcp://no-such-host:0", "ipc:///no/such"])
+async def test_foreign_address_is_named(address: str) -> None:
+    async with open_context() as context:
+        with pytest.raises(ConfigurationError, match=f"^cannot listen on {address}: ."):
+            context.socket(SocketType.PULL).bind(address)
+
+
+async def test_longest_path_works_and_a_longer_one_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    async with open_context() as context:
+        pull = context.socket(SocketType.PULL)
+
+        pull.bind("ipc://" + "p" * LONGEST_PATH)
+
+        for method in (pull.bind, pull.connect):
+            with pytest.raises(ConfigurationError, match="108 bytes"):
+                method("ipc://" + "p" * (LONGEST_PATH + 1))
+
+
+async def test_bad_address_is_refused_before_zmq_sees_it() -> None:
+    async with open_context() as context:
+        pull = context.socket(SocketType.PULL)
+
+        with pytest.raises(ConfigurationError, match=r"write it as tcp://\[::1\]:5555"):
+            pull.bind("tcp://::1:0")
+        with pytest.raises(ConfigurationError, match="has port 0"):
+            pull.connect(ANY_PORT)
+
+
+@pytest.mark.parametrize("backlog", [0, 1], ids=["connects later", "has connected before"])
+async def test_inherited_listener_is_adopted(context: ZmqContext, backlog: int) -> None:
+    """Its port counts, not the one that is asked for; peers may be in its queue already."""
+    listener = stdlib_socket.create_server(("127.0.0.1", 0))
+    address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    pull, push = context.socket(SocketType.PULL), context.socket(SocketType.PUSH)
+    if backlog:
+        push.connect(address)
+
+    assert address == pull.bind(ANY_PORT, listener=listener.detach())
+
+    if not backlog:
+        push.connect(address)
+    push.send_nowait([b"message"])
+    with trio.fail_after(2):
+        assert [b"message"] == await pull.receive()
+
+
+async def test_adopted_listener_is_closed_with_the_socket() -> None:
+    listener = stdlib_socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+
+    async with open_context() as context:
+        context.socket(SocketType.PULL).bind(ANY_PORT, listener=listener.detach())
+
+    with stdlib_socket.socket() as connection:
+        assert 0 != connection.connect_ex(address)
