@@ -1,0 +1,194 @@
+"""The monitor says what happened to which connection, and at once."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+import trio
+from tests.transport.peers import ANY_PORT, BARE_PEER, ZMQ_PEER, peer_process
+from trio.testing import assert_checkpoints, wait_all_tasks_blocked
+
+from trio_vllm._errors import PeerGoneError
+from trio_vllm.transport._context import SocketType, ZmqContext, open_context
+from trio_vllm.transport._monitor import PeerEvent, PeerEventKind, PeerMonitor
+
+
+async def next_of_kind(monitor: PeerMonitor, kind: PeerEventKind) -> PeerEvent:
+    with trio.fail_after(2):
+        while (event := await monitor.receive()).kind is not kind:
+            pass
+    return event
+
+
+async def test_killed_peer_is_named(context: ZmqContext) -> None:
+    """Of three processes one is killed: its connection is reported, and no other."""
+    router = context.socket(SocketType.ROUTER)
+    monitor = context.open_monitor(router)
+    address = router.bind(ANY_PORT)
+    processes, descriptors = {}, {}
+    async with AsyncExitStack() as stack:
+        for name in ("a", "b", "c"):
+            peer = peer_process(ZMQ_PEER, address, name)
+            processes[name.encode()] = await stack.enter_async_context(peer)
+        for _ in processes:
+            (identity, _), descriptor = await router.receive_with_descriptor()
+            descriptors[identity] = descriptor
+
+        processes[b"b"].kill()
+        lost = await next_of_kind(monitor, PeerEventKind.DISCONNECTED)
+
+        assert PeerEvent(PeerEventKind.DISCONNECTED, descriptors[b"b"], address) == lost
+        with trio.move_on_after(0.1):
+            raise AssertionError(await monitor.receive())
+        router.send_nowait([b"a", b"still here"])
+
+
+async def test_peer_is_killed_and_restarted_fifty_times(context: ZmqContext) -> None:
+    """Each time it is reported lost, and the next one of its name is heard."""
+    router = context.socket(SocketType.ROUTER)
+    monitor = context.open_monitor(router)
+    address = router.bind(ANY_PORT)
+    for _ in range(50):
+        async with peer_process(BARE_PEER, address, "engine") as process:
+            with trio.fail_after(2):
+                frames, descriptor = await router.receive_with_descriptor()
+            assert [b"engine", b"hello"] == frames
+
+            process.kill()
+            lost = await next_of_kind(monitor, PeerEventKind.DISCONNECTED)
+
+            assert descriptor == lost.descriptor
+            with pytest.raises(PeerGoneError), trio.fail_after(2):
+                while True:  # the socket itself hears of it a moment later than the monitor
+                    await router.send([b"engine", b"too late"])
+
+
+async def test_course_of_a_connection_on_both_sides(context: ZmqContext) -> None:
+    router, dealer = context.socket(SocketType.ROUTER), context.socket(SocketType.DEALER)
+    router_monitor, dealer_monitor = context.open_monitor(router), context.open_monitor(dealer)
+    address = router.bind(ANY_PORT)
+    dealer.connect(address)
+    dealer.send_nowait([b"hello"])
+    _, descriptor = await router.receive_with_descriptor()
+
+    dealer.close()
+
+    assert [
+        PeerEvent(PeerEventKind.ACCEPTED, descriptor, address),
+        PeerEvent(PeerEventKind.HANDSHAKE_SUCCEEDED, None, address),
+        PeerEvent(PeerEventKind.DISCONNECTED, descriptor, address),
+    ] == [await router_monitor.receive() for _ in range(3)]
+    events = [event async for event in dealer_monitor]
+    assert [PeerEventKind.CONNECTED, PeerEventKind.HANDSHAKE_SUCCEEDED] == [
+        event.kind for event in events
+    ]
+
+
+async def test_what_was_delivered_survives_the_connection(context: ZmqContext) -> None:
+    router, dealer = context.socket(SocketType.ROUTER), context.socket(SocketType.DEALER, linger=5)
+    monitor = context.open_monitor(router)
+    dealer.connect(router.bind(ANY_PORT))
+    dealer.send_nowait([b"last words"])
+    dealer.close()
+
+    await next_of_kind(monitor, PeerEventKind.DISCONNECTED)
+
+    assert b"last words" == (await router.receive())[1]
+
+
+async def test_nobody_listens(context: ZmqContext, tmp_path: Path) -> None:
+    dealer = context.socket(SocketType.DEALER)
+    monitor = context.open_monitor(dealer)
+    address = f"ipc://{tmp_path}/nobody"
+
+    dealer.connect(address)
+
+    event = await next_of_kind(monitor, PeerEventKind.CONNECT_RETRIED)
+    assert PeerEvent(PeerEventKind.CONNECT_RETRIED, None, address) == event
+
+
+GREETINGS = {
+    "silent": b"",
+    "browser": b"GET / HTTP/1.1\r\n\r\n",
+    "wants a password": b"\xff" + bytes(8) + b"\x7f\x03\0" + b"PLAIN".ljust(20, b"\0") + bytes(32),
+}
+
+
+@pytest.mark.parametrize("greeting", list(GREETINGS.values()), ids=list(GREETINGS))
+async def test_stranger_fails_the_handshake(context: ZmqContext, greeting: bytes) -> None:
+    """It connects, says something else or nothing, and leaves."""
+    router = context.socket(SocketType.ROUTER)
+    monitor = context.open_monitor(router)
+    port = int(router.bind(ANY_PORT).rpartition(":")[2])
+
+    async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+        await stream.send_all(greeting)
+
+    event = await next_of_kind(monitor, PeerEventKind.HANDSHAKE_FAILED)
+    assert event.descriptor is None
+
+
+async def test_events_end_with_the_socket(context: ZmqContext) -> None:
+    router = context.socket(SocketType.ROUTER)
+    monitor = context.open_monitor(router)
+    router.bind(ANY_PORT)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(expect, trio.EndOfChannel, monitor)
+        await wait_all_tasks_blocked()
+        router.close()
+
+    await expect(trio.ClosedResourceError, monitor)
+
+
+async def expect(error: type[Exception], monitor: PeerMonitor) -> None:
+    with trio.fail_after(2), pytest.raises(error):
+        await monitor.receive()
+
+
+async def test_closing_the_monitor_ends_a_wait(context: ZmqContext) -> None:
+    router = context.socket(SocketType.ROUTER)
+    monitor = context.open_monitor(router)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(expect, trio.ClosedResourceError, monitor)
+        await wait_all_tasks_blocked()
+        with assert_checkpoints():
+            await monitor.aclose()
+
+    monitor.close()
+    await expect(trio.ClosedResourceError, monitor)
+
+
+async def test_second_receiver_is_refused(context: ZmqContext) -> None:
+    monitor = context.open_monitor(context.socket(SocketType.ROUTER))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(monitor.receive)
+        await wait_all_tasks_blocked()
+        await expect(trio.BusyResourceError, monitor)
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("closed_first", ["monitor", "socket", "neither"])
+async def test_unread_events_do_not_hold_up_the_end(closed_first: str) -> None:
+    """ØMQ's own thread sends the events; nothing may make it wait for somebody to read them."""
+    with trio.fail_after(5):
+        async with open_context() as context:
+            router = context.socket(SocketType.ROUTER)
+            monitor = context.open_monitor(router)
+            address = router.bind(ANY_PORT)
+            for _ in range(5):
+                dealer = context.socket(SocketType.DEALER)
+                dealer.connect(address)
+                dealer.send_nowait([b"hello"])
+                await router.receive()
+            if closed_first == "monitor":
+                monitor.close()
+            if closed_first == "socket":
+                router.close()
+            begin = trio.current_time()
+
+        assert trio.current_time() - begin < 0.5
