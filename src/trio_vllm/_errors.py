@@ -159,6 +159,31 @@ class UtilityError(EngineCoreError):
 
 
 @attrs.define(eq=False, str=False)
+class UtilityRefusedError(UtilityError):
+    """A utility call was refused before anything was sent; ``reason`` says why."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"utility call {self.method!r} was refused: {self.reason}"
+
+
+@attrs.define(eq=False, str=False)
+class UtilityResultError(UtilityError):
+    """All engines ran a utility method, but one gave a result of a wrong type."""
+
+    engine_index: int
+    expected: str
+    result: object
+
+    def __str__(self) -> str:
+        return (
+            f"utility call {self.method!r}: engine {self.engine_index} answered"
+            f" {repr(self.result)[:200]}, not {self.expected}"
+        )
+
+
+@attrs.define(eq=False, str=False)
 class UtilityCallFailedError(UtilityError):
     """One or more engines answered a utility call with a failure (or died under it).
 

@@ -34,7 +34,10 @@ from trio_vllm._errors import (
 from trio_vllm.client._inflight import Inflight, Sink
 from trio_vllm.client._ready import EngineFleet
 from trio_vllm.client._stream import OutputStream
+from trio_vllm.client._utilities import UtilityMethods
+from trio_vllm.client._utility_caller import UTILITY_TIMEOUT
 from trio_vllm.client._utility_calls import UtilityCalls
+from trio_vllm.client._utility_rules import check_utility_call
 from trio_vllm.client._waker import Waker
 from trio_vllm.protocol import (
     Balancer,
@@ -72,11 +75,8 @@ connection breaks when it has ended, for which an engine takes 5 s at most."""
 
 REPORTED_DEATH = "it reported ENGINE_CORE_DEAD"
 
-UTILITY_TIMEOUT = 300.0
-"""Seconds for a utility call, unless the caller says otherwise; loading an adapter counts."""
 
-
-class EngineCoreClient:
+class EngineCoreClient(UtilityMethods):
     """Drives connected engine cores; made by `open_client`."""
 
     def __init__(
@@ -289,6 +289,7 @@ class EngineCoreClient:
           The results by engine index.
 
         Raises:
+          UtilityRefusedError: Engines are known not to survive this call; nothing was sent.
           UtilityCallFailedError: Engines answered with a failure; tells which, and which did not.
           UtilityTimeoutError: ``timeout`` passed; tells which engines have not answered.
           EngineDeadError: The only engine asked died, or none is left.
@@ -299,6 +300,7 @@ class EngineCoreClient:
           Stops waiting. The engines still run the method; their answers are dropped.
         """
         self.raise_if_failed()
+        check_utility_call(method, args)
         call = self._utility_calls.open(method, self.engine_indices)
         try:
             request = UtilityRequest(self._client_index, call.call_id, method, list(args))
