@@ -1,31 +1,31 @@
 """Which engine gets a request: the pinned one, else the least loaded.
 
-The load of an engine is what this client has in flight there, or, once the engine has reported
-statistics, what the engine said it had plus what was admitted since, if that is more (other clients
-may use it too). Ties go to the lowest index. Mirrors
+The load of an engine is what this client has in flight there. Once the engine has reported
+statistics, it is what the engine said it had plus what was admitted since, if that is more: other
+clients may use it too. Ties go to the lowest index. Mirrors
 ``engine-core-client/src/client/state.rs``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import attrs
 
 from trio_vllm._errors import InvalidDataParallelRankError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 
 @attrs.define
 class _Load:
     in_flight: int = 0
-    reported: int = 0
+    reported: int | None = None
+    """What the engine has, running or waiting, as it said last."""
     admitted_since_report: int = 0
 
     @property
     def score(self) -> int:
+        if self.reported is None:
+            return self.in_flight
         return max(self.in_flight, self.reported + self.admitted_since_report)
 
 
@@ -45,12 +45,12 @@ class Balancer:
 
         Raises `InvalidDataParallelRankError` if the pinned engine is not there.
         """
+        loads = self._loads
         if data_parallel_rank is None:
-            loads = self._loads
-            return (
-                next(iter(loads)) if len(loads) == 1 else min(loads, key=lambda i: loads[i].score)
-            )
-        if data_parallel_rank not in self._loads:
+            if len(loads) == 1:
+                return next(iter(loads))
+            return min(loads, key=lambda engine_index: loads[engine_index].score)
+        if data_parallel_rank not in loads:
             raise InvalidDataParallelRankError(request_id, data_parallel_rank, self.engine_indices)
         return data_parallel_rank
 

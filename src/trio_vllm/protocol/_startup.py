@@ -4,7 +4,8 @@ Theory of operation. An engine goes through HELLO (answered with INIT), an optio
 coordinator, registration on the input socket and READY on the handshake socket. The last two come
 over different connections, so either may be first. Everything unexpected (a stranger's id, garbage,
 a message out of turn) is noted and left unanswered: the expected engines may still come. A second
-HELLO of an engine that is not READY is a restart, it gets its INIT again.
+HELLO of an engine that is not READY is a restart, it gets its INIT again; so does an engine that
+was lost and starts over.
 
 Mirrors upstream ``vllm/v1/engine/utils.py::wait_for_engine_startup`` and
 ``engine-core-client/src/transport.rs``.
@@ -13,11 +14,12 @@ Mirrors upstream ``vllm/v1/engine/utils.py::wait_for_engine_startup`` and
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import attrs
 
 from trio_vllm._errors import DecodeError
+from trio_vllm.protocol._forms import Frames
 from trio_vllm.protocol._handshake import (
     EngineCoreReadyResponse,
     EngineId,
@@ -27,10 +29,8 @@ from trio_vllm.protocol._handshake import (
     decode_report,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from trio_vllm.protocol._forms import Frames
+MAX_NOTES = 20
+"""A hostile peer may say new nonsense for ever."""
 
 
 class Phase(enum.Enum):
@@ -95,24 +95,26 @@ class FrontendStartup:
         if found is None:
             return None
         engine_id, progress = found
+        engine_index = engine_id.engine_index
         try:
             report = decode_report(frames[1])
         except DecodeError as error:
-            self.note(f"engine {engine_id.engine_index} sent garbage: {error}")
+            self.note(f"engine {engine_index} sent garbage: {error}")
             return None
-        if report.status is HandshakeStatus.HELLO:
-            if progress.ready is not None:
-                self.note(f"engine {engine_id.engine_index} said HELLO after READY")
-                return None
-            if progress.hello:
-                self.note(f"engine {engine_id.engine_index} said HELLO again")
-            progress.hello = True
-            return engine_id
-        if not progress.hello or progress.ready is not None:
-            self.note(f"engine {engine_id.engine_index} said READY out of turn")
+        if report.status is HandshakeStatus.READY:
+            if not progress.hello or progress.ready is not None:
+                self.note(f"engine {engine_index} said READY out of turn")
+            else:
+                progress.ready = report
             return None
-        progress.ready = report
-        return None
+        if progress.ready is not None:
+            # The first one lives: this one would be sent requests that it does not know of.
+            self.note(f"engine {engine_index} said HELLO after READY: are there two of it?")
+            return None
+        if progress.hello:
+            self.note(f"engine {engine_index} said HELLO again")
+        progress.hello = True
+        return engine_id
 
     def receive_registration(self, frames: Frames) -> int | None:
         """Take a message of the input socket; gives the index of an engine that registered."""
@@ -120,16 +122,16 @@ class FrontendStartup:
         if found is None:
             return None
         engine_id, progress = found
-        index = engine_id.engine_index
+        engine_index = engine_id.engine_index
         if progress.response is not None:
-            self.note(f"engine {index} registered again")
+            self.note(f"engine {engine_index} registered again")
             return None
         try:
             progress.response = decode_ready_response(frames[1])
         except DecodeError as error:
-            self.note(f"engine {index} sent garbage: {error}")
+            self.note(f"engine {engine_index} sent garbage: {error}")
             return None
-        return index
+        return engine_index
 
     def lose_handshake(self, engine_index: int) -> None:
         """The handshake connection of an engine ended; as it should, if the engine is READY."""
@@ -137,28 +139,28 @@ class FrontendStartup:
             self.note(f"engine {engine_index} left before it was READY")
 
     def lose(self, engine_index: int) -> None:
-        """The connection of an engine broke: it has to start over."""
+        """The connection of an engine that had registered broke: it has to start over."""
         self.note(f"engine {engine_index} was lost during startup")
         self._progress[engine_index] = _Progress()
 
     def _find(self, frames: Frames, socket: str) -> tuple[EngineId, _Progress] | None:
+        """Who sent a message, and how far it has come; None for a stranger."""
         if len(frames) != 2:
             self.note(f"a message of {len(frames)} frames came on the {socket} socket")
             return None
-        engine_id = EngineId(frames[0])
+        engine_id = EngineId(bytes(frames[0]))
         try:
-            progress = self._progress.get(engine_id.engine_index)
+            engine_index = engine_id.engine_index
         except DecodeError:
-            progress = None
-        if progress is None:
-            self.note(
-                f"an unexpected peer, id {engine_id[:16].hex()}, spoke on the {socket} socket"
-            )
-            return None
-        return engine_id, progress
+            stranger = f"a peer with the id {engine_id[:16].hex()}, which is no engine id,"
+        else:
+            if progress := self._progress.get(engine_index):
+                return engine_id, progress
+            stranger = f"engine {engine_index}, which is not expected,"
+        self.note(f"{stranger} spoke on the {socket} socket")
+        return None
 
     def note(self, text: str) -> None:
-        """Keep what was seen and should not have been."""
-        # A hostile peer may repeat itself; the words are kept once, and not without end.
-        if text not in self.notes and len(self.notes) < 20:
+        """Keep what was seen and should not have been; once, if it is seen repeatedly."""
+        if text not in self.notes and len(self.notes) < MAX_NOTES:
             self.notes.append(text)

@@ -1,0 +1,280 @@
+"""The startup of the frontend side, message by message."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trio_vllm.protocol import (
+    EngineCoreReadyResponse,
+    EngineId,
+    FrontendStartup,
+    HandshakeReport,
+    HandshakeStatus,
+    Phase,
+    encode_ready_response,
+    encode_report,
+)
+
+VECTORS = Path(__file__).parents[1] / "vectors"
+
+HELLO = encode_report(HandshakeReport(status=HandshakeStatus.HELLO))
+READY = encode_report(HandshakeReport(status=HandshakeStatus.READY))
+
+
+def response(engine_index: int = 0) -> EngineCoreReadyResponse:
+    return EngineCoreReadyResponse(
+        max_model_len=512,
+        num_gpu_blocks=100,
+        block_size=16,
+        dtype="float32",
+        vllm_version="0.33.0",
+        world_size=1,
+        data_parallel_size=1,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        decode_context_parallel_size=1,
+        data_parallel_rank=engine_index,
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        instance_id="test",
+        supports_lora=False,
+        max_loras=0,
+    )
+
+
+def frames(engine_index: int, payload: bytes) -> list[bytes]:
+    return [EngineId.of(engine_index), payload]
+
+
+def registration(engine_index: int) -> list[bytes]:
+    return frames(engine_index, encode_ready_response(response(engine_index)))
+
+
+def test_one_engine_as_it_should_be() -> None:
+    startup = FrontendStartup([0])
+    assert (Phase.HELLO, 3) == (startup.phase, startup.steps_missing)
+
+    assert EngineId.of(0) == startup.receive_report(frames(0, HELLO))
+    assert (Phase.READY, 2) == (startup.phase, startup.steps_missing)
+
+    assert 0 == startup.receive_registration(registration(0))
+    assert Phase.READY is startup.phase
+
+    assert startup.receive_report(frames(0, READY)) is None
+    assert (None, 0) == (startup.phase, startup.steps_missing)
+    assert {0: response(0)} == startup.ready_responses
+    assert [] == startup.notes
+
+
+def test_ready_may_be_seen_before_the_registration() -> None:
+    startup = FrontendStartup([0])
+    startup.receive_report(frames(0, HELLO))
+    startup.receive_report(frames(0, READY))
+    assert Phase.REGISTRATION is startup.phase
+
+    startup.receive_registration(registration(0))
+
+    assert startup.phase is None
+
+
+@pytest.mark.parametrize("name", ["engine_handshake_dp1", "dp2_handshake", "moe2_handshake"])
+def test_recorded_engines(name: str) -> None:
+    """What real engines sent brings the startup to its end, in the recorded order."""
+    recorded = json.loads((VECTORS / f"{name}.json").read_text())
+    startup = FrontendStartup(range(recorded["setup"]["engines"]))
+
+    for message in recorded["messages"]:
+        assert startup.phase is not None
+        if message["to"] != "frontend" or "identity_hex" not in message:
+            continue
+        received = [bytes.fromhex(message["identity_hex"])]
+        received += [bytes.fromhex(frame) for frame in message["frames_hex"]]
+        if message["socket"] == "handshake":
+            startup.receive_report(received)
+        elif message["socket"] == "input[0]":
+            startup.receive_registration(received)
+
+    assert (None, []) == (startup.phase, startup.notes)
+    assert {"0.32.0"} == {r.vllm_version for r in startup.ready_responses.values()}
+
+
+@given(data=st.data(), count=st.integers(1, 4))
+def test_any_interleaving_ends(data: st.DataObject, count: int) -> None:
+    """Each engine keeps its own order, but for its last two messages; theirs mix as they like."""
+    startup = FrontendStartup(range(count))
+    to_send: dict[int, list[Any]] = {}
+    for index in range(count):
+        last = [
+            (startup.receive_report, frames(index, READY)),
+            (startup.receive_registration, registration(index)),
+        ]
+        hello = (startup.receive_report, frames(index, HELLO))
+        to_send[index] = [hello, *data.draw(st.permutations(last))]
+    while to_send:
+        assert startup.phase is not None
+        assert startup.steps_missing == sum(map(len, to_send.values()))
+        index = data.draw(st.sampled_from(sorted(to_send)))
+        receive, message = to_send[index].pop(0)
+        receive(message)
+        if not to_send[index]:
+            del to_send[index]
+
+    assert (None, []) == (startup.phase, startup.notes)
+    assert list(range(count)) == list(startup.ready_responses)
+
+
+def test_missing_engines_are_those_of_the_phase() -> None:
+    startup = FrontendStartup(range(3))
+    for index in (0, 2):
+        startup.receive_report(frames(index, HELLO))
+    assert (Phase.HELLO, [1]) == (startup.phase, startup.missing(Phase.HELLO))
+
+    startup.receive_report(frames(1, HELLO))
+    startup.receive_report(frames(1, READY))
+
+    assert (Phase.READY, [0, 2]) == (startup.phase, startup.missing(Phase.READY))
+    assert [0, 1, 2] == startup.missing(Phase.REGISTRATION)
+
+
+def test_only_registrations_if_a_supervisor_does_the_handshake() -> None:
+    startup = FrontendStartup(range(4, 6), handshake=False)
+    assert (Phase.REGISTRATION, 2) == (startup.phase, startup.steps_missing)
+
+    assert 5 == startup.receive_registration(registration(5))
+    assert 4 == startup.receive_registration(registration(4))
+
+    assert (None, [4, 5]) == (startup.phase, list(startup.ready_responses))
+
+
+def test_restart_before_ready_gets_init_again() -> None:
+    startup = FrontendStartup([0])
+    startup.receive_report(frames(0, HELLO))
+    startup.lose_handshake(0)
+
+    assert EngineId.of(0) == startup.receive_report(frames(0, HELLO))
+
+    assert ["engine 0 left before it was READY", "engine 0 said HELLO again"] == startup.notes
+    assert 2 == startup.steps_missing
+
+
+def test_end_of_the_handshake_connection_after_ready_is_no_news() -> None:
+    startup = FrontendStartup([0])
+    startup.receive_report(frames(0, HELLO))
+    startup.receive_report(frames(0, READY))
+
+    startup.lose_handshake(0)
+
+    assert [] == startup.notes
+
+
+def test_lost_engine_starts_over() -> None:
+    startup = FrontendStartup([0, 1])
+    startup.receive_report(frames(0, HELLO))
+    startup.receive_registration(registration(0))
+    startup.receive_report(frames(0, READY))
+
+    startup.lose(0)
+
+    assert (Phase.HELLO, [0, 1]) == (startup.phase, startup.missing(Phase.HELLO))
+    assert {} == startup.ready_responses
+    assert ["engine 0 was lost during startup"] == startup.notes
+    assert EngineId.of(0) == startup.receive_report(frames(0, HELLO))
+
+
+UNEXPECTED = {
+    "garbled HELLO": (frames(0, b"\xc1"), "engine 0 sent garbage: cannot decode"),
+    "HELLO with something behind it": (frames(0, HELLO + b"\0"), "engine 0 sent garbage"),
+    "unknown status": (frames(0, b"\x81\xa6status\xa3BYE"), "engine 0 sent garbage"),
+    "READY first": (frames(0, READY), "engine 0 said READY out of turn"),
+    "index beyond": (frames(2, HELLO), "engine 2, which is not expected, spoke on the handshake"),
+    "index far beyond": (frames(65535, HELLO), "engine 65535, which is not expected"),
+    "no engine id": ([b"\x80abc", HELLO], "a peer with the id 80616263, which is no engine id"),
+    "long id": ([b"x" * 255, HELLO], f"id {'78' * 16}, which"),
+    "one frame": ([EngineId.of(0)], "a message of 1 frames came on the handshake socket"),
+    "three frames": ([*frames(0, HELLO), b""], "a message of 3 frames came on the handshake"),
+}
+
+
+@pytest.mark.parametrize(("message", "note"), UNEXPECTED.values(), ids=UNEXPECTED)
+def test_unexpected_report(message: list[bytes], note: str) -> None:
+    """It is noted once and not answered, and brings nothing forward."""
+    startup = FrontendStartup([0, 1])
+
+    for _ in range(3):
+        assert startup.receive_report(message) is None
+
+    (noted,) = startup.notes
+    assert note in noted
+    assert 6 == startup.steps_missing
+    assert EngineId.of(0) == startup.receive_report(frames(0, HELLO))
+
+
+UNEXPECTED_REGISTRATIONS = {
+    "garbled": (frames(0, b"\xc1"), "engine 0 sent garbage: cannot decode"),
+    "empty": (frames(0, b""), "engine 0 sent garbage"),
+    "incomplete": (frames(0, b"\x80"), "engine 0 sent garbage"),
+    "stranger": (registration(7), "engine 7, which is not expected, spoke on the input socket"),
+    "three frames": ([*registration(0), b""], "a message of 3 frames came on the input socket"),
+}
+
+
+@pytest.mark.parametrize(
+    ("message", "note"), UNEXPECTED_REGISTRATIONS.values(), ids=UNEXPECTED_REGISTRATIONS
+)
+def test_unexpected_registration(message: list[bytes], note: str) -> None:
+    startup = FrontendStartup([0])
+
+    for _ in range(3):
+        assert startup.receive_registration(message) is None
+
+    (noted,) = startup.notes
+    assert note in noted
+    assert 0 == startup.receive_registration(registration(0))
+
+
+def test_messages_out_of_turn() -> None:
+    startup = FrontendStartup([0])
+    startup.receive_report(frames(0, HELLO))
+    startup.receive_report(frames(0, READY))
+    startup.receive_registration(registration(0))
+
+    assert startup.receive_report(frames(0, READY)) is None
+    assert startup.receive_report(frames(0, HELLO)) is None
+    assert startup.receive_registration(registration(0)) is None
+
+    assert startup.phase is None
+    assert [
+        "engine 0 said READY out of turn",
+        "engine 0 said HELLO after READY: are there two of it?",
+        "engine 0 registered again",
+    ] == startup.notes
+
+
+def test_notes_have_an_end() -> None:
+    startup = FrontendStartup([0])
+
+    for index in range(1, 1000):
+        startup.receive_report(frames(index, HELLO))
+
+    assert 20 == len(startup.notes)
+
+
+@given(
+    messages=st.lists(
+        st.tuples(st.booleans(), st.lists(st.binary(max_size=40) | st.just(HELLO), max_size=4))
+    )
+)
+def test_garbage_raises_nothing(messages: list[tuple[bool, list[bytes]]]) -> None:
+    startup = FrontendStartup([0])
+
+    for is_report, message in messages:
+        if is_report:
+            startup.receive_report(message)
+        else:
+            startup.receive_registration(message)
