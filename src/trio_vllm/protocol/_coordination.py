@@ -11,20 +11,10 @@ from typing import Any
 import attrs
 
 from .._errors import DecodeError
-from ._forms import (
-    BOOL,
-    FLOAT,
-    U16,
-    U32,
-    AuxFrames,
-    Buffer,
-    Form,
-    Frames,
-    array_struct,
-    list_of,
-    optional,
-)
+from ._containers import list_of, optional
+from ._forms import BOOL, FLOAT, U16, U32, AuxFrames, Buffer, Form, Frames
 from ._msgpack import decode_payload, pack
+from ._structs import array_struct
 
 SUBSCRIBE = b"\x01"
 """Sent into an XPUB socket: one engine, or one frontend, listens."""

@@ -11,23 +11,10 @@ from typing import Any
 import attrs
 
 from .._errors import DecodeError
-from ._forms import (
-    BOOL,
-    FLOAT,
-    STR,
-    U32,
-    U64,
-    Buffer,
-    Form,
-    enumeration,
-    integers,
-    list_of,
-    map_of,
-    map_struct,
-    misfit,
-    optional,
-)
+from ._containers import I64S, list_of, map_of, optional
+from ._forms import BOOL, FLOAT, I64, STR, U32, U64, Buffer, Form, enumeration, misfit
 from ._msgpack import decode_payload, pack
+from ._structs import map_struct
 
 MAX_ENGINES = 2**16
 """An engine id has two bytes."""
@@ -156,10 +143,12 @@ _REPORT: Form[HandshakeReport] = map_struct(
 
 def _check_parallel_value(value: Any, context: Any) -> int | str | list[int]:
     # An engine refuses nil and booleans here.
-    if type(value) in (int, str):
-        return value  # type: ignore[no-any-return]
+    if type(value) is int:
+        return I64.decode(value, context)
+    if type(value) is str:
+        return STR.decode(value, context)
     if type(value) is list:
-        return integers(-(2**63), 2**63 - 1).decode(value, context)
+        return I64S.decode(value, context)
     raise misfit("an integer, a string or a list of integers", value)
 
 

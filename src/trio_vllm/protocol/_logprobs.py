@@ -7,21 +7,22 @@ they came, without a copy, and makes records of them on request.
 
 Column 0 of a row is the token that was sampled (or stands in the prompt), with its own rank; the
 others are the most probable tokens in falling order, so the token of column 0 often comes twice.
+If a request asked for certain ids (``logprob_token_ids``), the others are these, in its order, and
+their ranks are but column numbers.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import attrs
 import numpy as np
 
 from ._arrays import NUMPY_ARRAY, TENSOR_AS_NUMPY, Array
+from ._containers import each, optional
 from ._forms import AuxFrames, Form, FormError, Frames, misfit
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @attrs.frozen
@@ -129,26 +130,32 @@ def _check(logprobs: Logprobs) -> Logprobs:
     return logprobs
 
 
-def _form(array: Form[Array], minimum: int, length: int) -> Form[Logprobs]:
+_PARTS = ("token_ids", "logprobs", "ranks")
+
+
+def _form(array: Form[Array], length: int) -> Form[Logprobs]:
+    """``length`` is what writers write; the first three elements are the arrays."""
+
     def decode(raw: Any, frames: Frames) -> Logprobs:
-        if type(raw) is not list or not minimum <= len(raw):
-            raise misfit(f"an array of {minimum} or more", raw)
+        if type(raw) is not list or len(raw) < 3:
+            raise misfit("an array of 3 or more", raw)
         if any(item is not None for item in raw[3:length]):
             raise FormError("must not carry cumulative token counts")
-        return _check(Logprobs(*(array.decode(item, frames) for item in raw[:3])))
+        return _check(Logprobs(*each(array.decode, raw[:3], frames, _PARTS)))
 
     def encode(value: Logprobs, aux: AuxFrames) -> Any:
         if not isinstance(value, Logprobs):
             raise misfit("Logprobs", value)
-        _check(value)
         parts = (value.token_ids, value.logprobs, value.ranks)
-        return [*(array.encode(part, aux) for part in parts), *[None] * (length - 3)]
+        raw = each(array.encode, parts, aux, _PARTS)
+        _check(value)
+        return [*raw, *[None] * (length - 3)]
 
     return Form("logprobs", decode, encode)
 
 
-SAMPLE_LOGPROBS = _form(NUMPY_ARRAY, 3, 4)
-PROMPT_LOGPROBS = _form(TENSOR_AS_NUMPY, 3, 5)
+SAMPLE_LOGPROBS = _form(NUMPY_ARRAY, 4)
+PROMPT_LOGPROBS = _form(TENSOR_AS_NUMPY, 5)
 
 
 @attrs.define
@@ -184,25 +191,26 @@ def _check_mask(mask: SamplingMask) -> SamplingMask:
     return mask
 
 
+_OPTIONAL_ARRAY = optional(NUMPY_ARRAY)
+
+
 def _decode_mask(raw: Any, frames: Frames) -> SamplingMask:
     if type(raw) is not list or not raw:
         raise misfit("an array [token_ids, offsets, nil]", raw)
-    offsets = raw[1] if len(raw) > 1 else None
-    if len(raw) > 2 and raw[2] is not None:
+    ids, offsets, counts = [*raw, None, None][:3]
+    if counts is not None:
         raise FormError("must not carry cumulative token counts")
     return _check_mask(
-        SamplingMask(
-            NUMPY_ARRAY.decode(raw[0], frames),
-            None if offsets is None else NUMPY_ARRAY.decode(offsets, frames),
-        )
+        SamplingMask(NUMPY_ARRAY.decode(ids, frames), _OPTIONAL_ARRAY.decode(offsets, frames))
     )
 
 
 def _encode_mask(value: SamplingMask, aux: AuxFrames) -> Any:
+    if not isinstance(value, SamplingMask):
+        raise misfit("a SamplingMask", value)
+    raw = [NUMPY_ARRAY.encode(value.token_ids, aux), _OPTIONAL_ARRAY.encode(value.offsets, aux)]
     _check_mask(value)
-    offsets = None if value.offsets is None else value.offsets
-    ids = NUMPY_ARRAY.encode(value.token_ids, aux)
-    return [ids, None if offsets is None else NUMPY_ARRAY.encode(offsets, aux), None]
+    return [*raw, None]
 
 
 SAMPLING_MASK: Form[SamplingMask] = Form("a sampling mask", _decode_mask, _encode_mask)

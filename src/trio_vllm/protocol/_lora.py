@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import attrs
 
-from ._forms import BOOL, STR, Form, array_struct, integer, optional
+from ._containers import optional
+from ._forms import BOOL, STR, TEXT, Form, integer
+from ._structs import array_struct
 
 
 @attrs.define(kw_only=True)
@@ -26,7 +28,7 @@ LORA_REQUEST: Form[LoRARequest] = array_struct(
     {
         "lora_name": STR,
         "lora_int_id": integer(1, 2**63 - 1, "a positive integer"),
-        "lora_path": STR,
+        "lora_path": TEXT,
         "base_model_name": optional(STR),
         "load_inplace": BOOL,
         "is_3d_lora_weight": BOOL,

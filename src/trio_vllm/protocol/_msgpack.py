@@ -19,11 +19,12 @@ RAW_VIEW = 3
 """Extension type of array bytes that travel inside the payload."""
 
 # The decoder ignores what follows the first object. So the payload is decoded as the first of two
-# array elements, the second being this mark: if anything stands between them, or if the payload
-# ends early, the second element is not the mark.
+# array elements, the second being a mark: if anything stands between them, or if the payload ends
+# early, the second element is not the mark. A payload that happens to end like the one mark (a call
+# id can) gets the other.
 _PAIR = b"\x92"
-_MARK = 0x9D1C77A35E02B4F1
-_MARK_BYTES = b"\xcf" + _MARK.to_bytes(8, "big")
+_MARK, _OTHER_MARK = 0x9D1C77A35E02B4F1, 0xC3A54E960B7D182F
+_MARK_BYTES, _OTHER_MARK_BYTES = (b"\xcf" + m.to_bytes(8, "big") for m in (_MARK, _OTHER_MARK))
 
 
 def pack(raw: object) -> bytes:
@@ -45,22 +46,28 @@ def unpack(payload: Buffer) -> Any:
     Raises `FormError` if the bytes are not exactly one object, nest too deeply, or hold an
     extension type other than the raw view.
     """
+    mark, mark_bytes = _MARK, _MARK_BYTES
+    if payload[-9:] == _MARK_BYTES:
+        mark, mark_bytes = _OTHER_MARK, _OTHER_MARK_BYTES
     try:
-        pair = ormsgpack.unpackb(
-            b"".join((_PAIR, payload, _MARK_BYTES)),
+        raw, end = ormsgpack.unpackb(
+            b"".join((_PAIR, payload, mark_bytes)),
             ext_hook=_extension,
             option=ormsgpack.OPT_NON_STR_KEYS,
         )
     except ValueError as error:
-        raise FormError(f"not MessagePack: {error}") from error
-    if pair[1] != _MARK:
+        reason = f"not MessagePack: {error}"
+        if "ext_hook" in str(error):  # all that the decoder lets through of our refusal
+            reason = f"extension types other than {RAW_VIEW} are refused"
+        raise FormError(reason) from error
+    if end != mark:
         raise FormError("bytes follow the end of the payload")
-    return pair[0]
+    return raw
 
 
 def _extension(code: int, data: bytes) -> memoryview:
     if code != RAW_VIEW:
-        raise FormError(f"extension type {code} is refused")
+        raise ValueError(code)
     return memoryview(data)
 
 

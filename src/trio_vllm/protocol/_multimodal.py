@@ -7,27 +7,16 @@ that says how fields of several features batch. Large tensors travel in auxiliar
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import attrs
 import numpy as np
 
 from ._arrays import TENSOR, Tensor
-from ._forms import (
-    STR,
-    U32,
-    AuxFrames,
-    Form,
-    FormError,
-    Frames,
-    map_of,
-    map_struct,
-    misfit,
-    optional,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from ._containers import each, item_step, map_of, optional
+from ._forms import BOOL, I64, STR, U32, AuxFrames, Form, FormError, Frames, misfit
+from ._structs import map_struct
 
 NestedTensors: TypeAlias = (
     "Tensor | np.ndarray[Any, Any] | int | float | Sequence[NestedTensors] | None"
@@ -76,78 +65,108 @@ class MultiModalFeatureSpec:
     mm_hash: str | None = None
 
 
-_FACTORY_KWARGS = {
-    "batched": ("keep_on_cpu",),
-    "flat": ("keep_on_cpu", "slices", "dim"),
-    "shared": ("keep_on_cpu", "batch_size"),
-}
 _MAX_NESTING = 16
 
 
 def _decode_nested(raw: Any, frames: Frames, depth: int = 0) -> NestedTensors:
-    if depth > _MAX_NESTING:
-        raise FormError(f"nests deeper than {_MAX_NESTING} levels")
-    if raw is None or type(raw) in (int, float):
-        return raw  # type: ignore[no-any-return]
+    if type(raw) is int or type(raw) is float:
+        return raw
     if type(raw) is not list:
         raise misfit("a tensor, a number or a list", raw)
-    if len(raw) == 3 and type(raw[0]) is str:
+    if raw and type(raw[0]) is str:
         return TENSOR.decode(raw, frames)
-    return [_decode_nested(item, frames, depth + 1) for item in raw]
+    _limit(depth)
+    return each(lambda item, _: _decode_nested(item, frames, depth + 1), raw, None)
 
 
-def _encode_nested(value: Any, aux: AuxFrames) -> Any:
+def _encode_nested(value: Any, aux: AuxFrames, depth: int = 0) -> Any:
     if isinstance(value, Tensor | np.ndarray):
         return TENSOR.encode(value, aux)  # type: ignore[arg-type]
-    if isinstance(value, list | tuple):
-        return [_encode_nested(item, aux) for item in value]
-    if value is None or type(value) in (int, float):
+    if type(value) is int:
+        return I64.encode(value, aux)
+    if type(value) is float:
         return value
-    raise misfit("a tensor, a number or a list", value)
+    if not isinstance(value, list | tuple):
+        raise misfit("a tensor, a number or a list", value)
+    _limit(depth)
+    return each(lambda item, _: _encode_nested(item, aux, depth + 1), value, None)
+
+
+def _limit(depth: int) -> None:
+    if depth > _MAX_NESTING:
+        raise FormError(f"nests deeper than {_MAX_NESTING} levels")
 
 
 NESTED_TENSORS: Form[NestedTensors] = Form("nested tensors", _decode_nested, _encode_nested)
 
 
-def _slice_from(raw: Any) -> Any:
+def _decode_slices(raw: Any, _: Frames, depth: int = 0) -> Any:
     """``[start, stop, step]`` to a slice, and lists of such to lists of slices."""
     if type(raw) is not list:
         raise misfit("a slice or a list of slices", raw)
-    if len(raw) == 3 and all(part is None or type(part) is int for part in raw):
-        return slice(*raw)
-    return [_slice_from(item) for item in raw]
+    if raw and type(raw[0]) is not list:
+        if len(raw) != 3:
+            raise FormError("must be [start, stop, step]")
+        return slice(*(_BOUND.decode(part, ()) for part in raw))
+    _limit(depth)
+    return each(lambda item, _: _decode_slices(item, (), depth + 1), raw, None)
 
 
-def _slice_to(value: Any) -> Any:
+def _encode_slices(value: Any, _: AuxFrames, depth: int = 0) -> Any:
     if isinstance(value, slice):
-        return [value.start, value.stop, value.step]
-    return [_slice_to(item) for item in value]
+        return [_BOUND.encode(part, []) for part in (value.start, value.stop, value.step)]
+    if not isinstance(value, list | tuple):
+        raise misfit("a slice or a list of slices", value)
+    _limit(depth)
+    return each(lambda item, _: _encode_slices(item, [], depth + 1), value, None)
 
 
-def _decode_field(raw: Any, _: Frames) -> MultiModalField:
+_BOUND = optional(I64)
+_SLICES: Form[Any] = Form("slices", _decode_slices, _encode_slices)
+
+# The strictest reader wants every argument of a factory and no other.
+_ARGUMENTS: dict[str, dict[str, Form[Any]]] = {
+    "batched": {"keep_on_cpu": BOOL},
+    "flat": {"keep_on_cpu": BOOL, "slices": _SLICES, "dim": I64},
+    "shared": {"keep_on_cpu": BOOL, "batch_size": I64},
+}
+_ARGUMENT_DEFAULTS = {"keep_on_cpu": False, "dim": 0}
+"""What upstream's factories take for an argument that is left out."""
+
+
+def _decode_field(raw: Any, frames: Frames) -> MultiModalField:
     if type(raw) is not list or len(raw) != 2 or type(raw[1]) is not dict:
         raise misfit("an array [factory, arguments]", raw)
-    factory, kwargs = raw
-    if type(factory) is not str or factory not in _FACTORY_KWARGS:
-        raise misfit(f"one of {', '.join(_FACTORY_KWARGS)}", factory)
-    if "slices" in kwargs:
-        kwargs = {**kwargs, "slices": _slice_from(kwargs["slices"])}
-    return MultiModalField(factory, kwargs)
+    factory, given = raw
+    return MultiModalField(factory, _arguments(factory, given, lambda form: form.decode, frames))
 
 
-def _encode_field(value: MultiModalField, _: AuxFrames) -> Any:
-    if value.factory not in _FACTORY_KWARGS:
-        raise misfit(f"one of {', '.join(_FACTORY_KWARGS)}", value.factory)
-    # The strictest reader wants every argument of the factory and no other.
-    names = _FACTORY_KWARGS[value.factory]
-    kwargs = {"keep_on_cpu": False, **value.kwargs}
-    if set(kwargs) != set(names):
-        raise FormError(
-            f"field {value.factory!r} takes {', '.join(names)}, not {', '.join(kwargs)}"
-        )
-    if "slices" in kwargs:
-        kwargs["slices"] = _slice_to(kwargs["slices"])
-    return [value.factory, {name: kwargs[name] for name in names}]
+def _encode_field(value: Any, aux: AuxFrames) -> Any:
+    if not isinstance(value, MultiModalField) or type(value.kwargs) is not dict:
+        raise misfit("a MultiModalField", value)
+    arguments = _arguments(value.factory, value.kwargs, lambda form: form.encode, aux)
+    return [value.factory, arguments]
+
+
+def _arguments(
+    factory: Any, given: dict[Any, Any], way: Callable[[Form[Any]], Any], context: Any
+) -> dict[str, Any]:
+    """All arguments of a factory, converted one way or the other."""
+    forms = _ARGUMENTS.get(factory) if type(factory) is str else None
+    if forms is None:
+        raise misfit(f"one of {', '.join(_ARGUMENTS)}", factory)
+    for name in given.keys() - forms.keys():
+        raise FormError(f"is no argument of a {factory} field").within(item_step(name))
+    done = {name: _ARGUMENT_DEFAULTS[name] for name in forms if name in _ARGUMENT_DEFAULTS}
+    for name, form in forms.items():
+        if name not in given and name not in done:
+            raise FormError(f"must have the argument {name!r}")
+        if name in given:
+            try:
+                done[name] = way(form)(given[name], context)
+            except FormError as error:
+                raise error.within(f".{name}") from None
+    return done
 
 
 FIELD: Form[MultiModalField] = Form("a multimodal field", _decode_field, _encode_field)
@@ -160,7 +179,7 @@ MULTIMODAL_FEATURE: Form[MultiModalFeatureSpec] = map_struct(
                 STR,
                 map_struct(
                     MultiModalFieldElem,
-                    {"data": NESTED_TENSORS, "field": FIELD},
+                    {"data": optional(NESTED_TENSORS), "field": FIELD},
                     required=("data", "field"),
                 ),
             )

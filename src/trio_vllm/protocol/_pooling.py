@@ -9,7 +9,19 @@ from typing import Any
 
 import attrs
 
-from ._forms import ANY_MAP, BOOL, I32, STR, TOKEN_IDS, U32, Form, array_struct, optional
+from ._containers import ANY_MAP, TOKEN_IDS, optional
+from ._forms import BOOL, I32, STR, U32, Form, integer, one_of, read_write
+from ._structs import array_struct
+
+POOLING_TASKS = (
+    "embed",
+    "classify",
+    "token_embed",
+    "token_classify",
+    "plugin",
+    "embed&token_classify",
+)
+"""What there is; which of them a model supports, `get_supported_tasks` of its engine tells."""
 
 
 @attrs.define(kw_only=True)
@@ -17,6 +29,7 @@ class LateInteractionParams:
     """Which role a pooling request has in late-interaction scoring."""
 
     mode: str
+    """``cache_query`` or ``score_doc``."""
     query_key: str
     query_uses: int | None = None
 
@@ -37,7 +50,7 @@ class PoolingParams:
     step_tag_id: int | None = None
     returned_token_ids: list[int] | None = None
     task: str | None = None
-    """``embed``, ``classify``, ``token_embed``, ``token_classify``, ``plugin``."""
+    """One of `POOLING_TASKS`."""
     requires_token_ids: bool = False
     skip_reading_prefix_cache: bool | None = None
     late_interaction_params: LateInteractionParams | None = None
@@ -46,26 +59,34 @@ class PoolingParams:
     late_chunking_params: LateChunkingParams | None = None
 
 
+_COUNT = read_write(U32, integer(1, 2**32 - 1, "at least 1"))
+
 POOLING_PARAMS: Form[PoolingParams] = array_struct(
     PoolingParams,
     0,
     {
         "use_activation": optional(BOOL),
-        "dimensions": optional(U32),
+        "dimensions": optional(_COUNT),
         "step_tag_id": optional(I32),
         "returned_token_ids": optional(TOKEN_IDS),
-        "task": optional(STR),
+        "task": optional(one_of(*POOLING_TASKS)),
         "requires_token_ids": BOOL,
         "skip_reading_prefix_cache": optional(BOOL),
         "late_interaction_params": optional(
             array_struct(
                 LateInteractionParams,
                 2,
-                {"mode": STR, "query_key": STR, "query_uses": optional(U32)},
+                {
+                    "mode": one_of("cache_query", "score_doc"),
+                    "query_key": STR,
+                    "query_uses": optional(U32),
+                },
             )
         ),
         "extra_kwargs": optional(ANY_MAP),
-        "output_kind": I32,
-        "late_chunking_params": optional(array_struct(LateChunkingParams, 1, {"chunk_size": U32})),
+        "output_kind": read_write(I32, integer(0, 2)),
+        "late_chunking_params": optional(
+            array_struct(LateChunkingParams, 1, {"chunk_size": _COUNT})
+        ),
     },
 )

@@ -17,31 +17,15 @@ import attrs
 
 from .._errors import DecodeError, InvalidFieldError
 from ._arrays import TENSOR, Tensor
+from ._containers import ANY_MAP, TOKEN_IDS, list_of, map_of, optional
 from ._coordination import StartDpWave, decode_start_dp_wave
-from ._forms import (
-    ANY_MAP,
-    BOOL,
-    FLOAT,
-    I32,
-    STR,
-    TOKEN_IDS,
-    U32,
-    AuxFrames,
-    Buffer,
-    Form,
-    FormError,
-    Frames,
-    array_struct,
-    list_of,
-    map_of,
-    map_struct,
-    optional,
-)
+from ._forms import BOOL, FINITE, I32, STR, U32, AuxFrames, Buffer, Form, FormError, Frames
 from ._lora import LORA_REQUEST, LoRARequest
 from ._msgpack import decode_payload, pack, unpack
 from ._multimodal import MULTIMODAL_FEATURE, MultiModalFeatureSpec
 from ._pooling import POOLING_PARAMS, PoolingParams
 from ._sampling import SAMPLING_PARAMS, EngineCoreSamplingParams
+from ._structs import array_struct, map_struct
 from ._utility import UTILITY_REQUEST, UtilityRequest
 
 
@@ -129,36 +113,41 @@ KV_HINTS: Form[KvHintsEnvelope] = map_struct(
     required=("protocol_version", "message_id", "actions"),
 )
 
+REQUEST_FIELDS: dict[str, Form[Any]] = {
+    "request_id": STR,
+    "prompt_token_ids": optional(TOKEN_IDS),
+    "mm_features": optional(list_of(MULTIMODAL_FEATURE)),
+    "sampling_params": optional(SAMPLING_PARAMS),
+    "pooling_params": optional(POOLING_PARAMS),
+    "arrival_time": FINITE,
+    "lora_request": optional(LORA_REQUEST),
+    "cache_salt": optional(STR),
+    "data_parallel_rank": optional(U32),
+    "prompt_embeds": optional(TENSOR),
+    "prompt_is_token_ids": optional(list_of(BOOL)),
+    "client_index": U32,
+    "current_wave": U32,
+    "priority": I32,
+    "trace_headers": optional(map_of(STR, STR)),
+    "resumable": BOOL,
+    "external_req_id": optional(STR),
+    "reasoning_ended": optional(BOOL),
+    "reasoning_parser_kwargs": optional(ANY_MAP),
+    "abort_immediately": BOOL,
+    "session_id": optional(STR),
+    "kv_hints": optional(KV_HINTS),
+}
+
 ENGINE_CORE_REQUEST: Form[EngineCoreRequest] = array_struct(
     EngineCoreRequest,
     6,  # upstream's Rust reader; its Python reader wants 9
-    {
-        "request_id": STR,
-        "prompt_token_ids": optional(TOKEN_IDS),
-        "mm_features": optional(list_of(MULTIMODAL_FEATURE)),
-        "sampling_params": optional(SAMPLING_PARAMS),
-        "pooling_params": optional(POOLING_PARAMS),
-        "arrival_time": FLOAT,
-        "lora_request": optional(LORA_REQUEST),
-        "cache_salt": optional(STR),
-        "data_parallel_rank": optional(U32),
-        "prompt_embeds": optional(TENSOR),
-        "prompt_is_token_ids": optional(list_of(BOOL)),
-        "client_index": U32,
-        "current_wave": U32,
-        "priority": I32,
-        "trace_headers": optional(map_of(STR, STR)),
-        "resumable": BOOL,
-        "external_req_id": optional(STR),
-        "reasoning_ended": optional(BOOL),
-        "reasoning_parser_kwargs": optional(ANY_MAP),
-        "abort_immediately": BOOL,
-        "session_id": optional(STR),
-        "kv_hints": optional(KV_HINTS),
-    },
+    REQUEST_FIELDS,
 )
 
 _REQUEST_IDS = list_of(STR)
+
+# An enumeration member costs as much to look up as a string to check.
+_ADD, _ABORT, _START_DP_WAVE, _UTILITY = (kind.value for kind in RequestType)
 
 
 def encode_add(request: EngineCoreRequest) -> list[Buffer]:
@@ -174,12 +163,17 @@ def encode_add(request: EngineCoreRequest) -> list[Buffer]:
         raise InvalidFieldError(
             request.request_id, error.where or "a value", error.reason
         ) from error
-    return [RequestType.ADD.value, payload, *aux]
+    return [_ADD, payload, *aux]
 
 
 def encode_abort(request_ids: Sequence[str]) -> list[Buffer]:
-    """The ABORT message for these ids."""
-    return [RequestType.ABORT.value, pack(list(request_ids))]
+    """The ABORT message for these ids; `TypeError` if they are no list of strings."""
+    ids: Any = request_ids  # any kind of sequence, but not a string
+    try:
+        payload = pack(_REQUEST_IDS.encode(ids, []))
+    except FormError as error:
+        raise TypeError(f"request ids to abort: {error}") from error
+    return [_ABORT, payload]
 
 
 def encode_utility(request: UtilityRequest) -> list[Buffer]:
@@ -187,8 +181,8 @@ def encode_utility(request: UtilityRequest) -> list[Buffer]:
     try:
         payload = pack(UTILITY_REQUEST.encode(request, []))
     except FormError as error:
-        raise TypeError(f"utility call {request.method!r}: {error.where} {error.reason}") from error
-    return [RequestType.UTILITY.value, payload]
+        raise TypeError(f"utility call {request.method!r}: {error}") from error
+    return [_UTILITY, payload]
 
 
 def decode_engine_message(frames: Frames) -> EngineMessage:
@@ -200,17 +194,15 @@ def decode_engine_message(frames: Frames) -> EngineMessage:
     if len(frames) < 2:
         raise DecodeError("an input message", "", f"has {len(frames)} frames, not 2 or more")
     kind, *body = frames
-    match bytes(kind):
-        case RequestType.ADD.value:
-            return _decode_add(body)
-        case RequestType.ABORT.value:
-            return AbortRequests(decode_payload(_REQUEST_IDS, body[0], body, "an ABORT message"))
-        case RequestType.START_DP_WAVE.value:
-            return decode_start_dp_wave(body[0])
-        case RequestType.UTILITY.value:
-            return decode_payload(UTILITY_REQUEST, body[0], body, "a UTILITY message")
-        case _:
-            raise DecodeError("an input message", "", f"unknown request type {bytes(kind)[:8]!r}")
+    if kind == _ADD:
+        return _decode_add(body)
+    if kind == _ABORT:
+        return AbortRequests(decode_payload(_REQUEST_IDS, body[0], body, "an ABORT message"))
+    if kind == _UTILITY:
+        return decode_payload(UTILITY_REQUEST, body[0], body, "a UTILITY message")
+    if kind == _START_DP_WAVE:
+        return decode_start_dp_wave(body[0])
+    raise DecodeError("an input message", "", f"unknown request type {bytes(kind[:8])!r}")
 
 
 def _decode_add(body: Frames) -> EngineCoreRequest:

@@ -7,28 +7,34 @@ kinds) have no place here; readers skip their keys.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from ._arrays import NUMPY_ARRAY, Array
+from ._containers import ANY_MAP, TOKEN_IDS, list_of, map_of, optional
 from ._forms import (
-    ANY,
-    ANY_MAP,
     BOOL,
-    FLOAT,
+    FINITE,
     I32,
     I64,
     STR,
-    TOKEN_IDS,
     U32,
+    AuxFrames,
     Form,
-    list_of,
-    map_of,
-    map_struct,
-    optional,
+    FormError,
+    Frames,
+    integer,
+    number,
+    one_of,
+    only,
+    read_write,
+    writing,
 )
+from ._structs import map_struct
 
 
 @attrs.define(kw_only=True)
@@ -119,71 +125,117 @@ class EngineCoreSamplingParams:
 SamplingParams = EngineCoreSamplingParams
 """The name that vLLM's users know."""
 
-STRUCTURED_OUTPUTS: Form[StructuredOutputsParams] = map_struct(
-    StructuredOutputsParams,
-    {
-        "json": ANY,
-        "regex": optional(STR),
-        "choice": optional(list_of(STR)),
-        "grammar": optional(STR),
-        "json_object": optional(BOOL),
-        "structural_tag": optional(STR),
-        "disable_any_whitespace": BOOL,
-        "disable_additional_properties": BOOL,
-        "whitespace_pattern": optional(STR),
-        "backend": optional(STR),
-        "backend_was_auto": BOOL,
-    },
-    omit_defaults=True,
-    keys={"backend": "_backend", "backend_was_auto": "_backend_was_auto"},
+STRUCTURED_OUTPUTS_BACKENDS = ("xgrammar", "guidance", "outlines", "lm-format-enforcer")
+
+# What an engine's constructors refuse is not written: they run in its input thread, which does not
+# survive it. See `SamplingParams.__post_init__` and `SamplingParams._verify_args` upstream, and the
+# `__post_init__` of the two classes of options.
+
+
+def _decode_json(raw: Any, frames: Frames) -> str | dict[str, Any]:
+    return STR.decode(raw, frames) if type(raw) is str else ANY_MAP.decode(raw, frames)
+
+
+def _encode_json(value: str | dict[str, Any], aux: AuxFrames) -> Any:
+    return STR.encode(value, aux) if type(value) is str else ANY_MAP.encode(value, aux)  # type: ignore[arg-type]
+
+
+def _check_structured_outputs(value: StructuredOutputsParams) -> None:
+    given = [name for name in value.CONSTRAINTS if getattr(value, name) is not None]
+    if len(given) != 1:
+        found = " and ".join(given) or "none"
+        raise FormError(f"must have one of {', '.join(value.CONSTRAINTS)}, not {found}")
+    if value.json_object is False:
+        raise FormError("must be true or nil").within(".json_object")
+
+
+STRUCTURED_OUTPUTS: Form[StructuredOutputsParams] = writing(
+    map_struct(
+        StructuredOutputsParams,
+        {
+            "json": optional(Form("a JSON schema", _decode_json, _encode_json)),
+            "regex": optional(STR),
+            "choice": optional(writing(list_of(STR), only("a list that is not empty", bool))),
+            "grammar": optional(STR),
+            "json_object": optional(BOOL),
+            "structural_tag": optional(STR),
+            "disable_any_whitespace": BOOL,
+            "disable_additional_properties": BOOL,
+            "whitespace_pattern": optional(STR),
+            "backend": optional(one_of(*STRUCTURED_OUTPUTS_BACKENDS)),
+            "backend_was_auto": BOOL,
+        },
+        omit_defaults=True,
+        keys={"backend": "_backend", "backend_was_auto": "_backend_was_auto"},
+    ),
+    _check_structured_outputs,
 )
 
-REPETITION_DETECTION: Form[RepetitionDetectionParams] = map_struct(
-    RepetitionDetectionParams,
-    {"max_pattern_size": U32, "min_pattern_size": U32, "min_count": U32},
+
+def _check_repetition_detection(value: RepetitionDetectionParams) -> None:
+    if value.min_pattern_size > value.max_pattern_size:
+        raise FormError("must be at most max_pattern_size").within(".min_pattern_size")
+    if value.max_pattern_size > 0 and value.min_count < 2:
+        raise FormError("must be at least 2").within(".min_count")
+
+
+REPETITION_DETECTION: Form[RepetitionDetectionParams] = writing(
+    map_struct(
+        RepetitionDetectionParams,
+        {"max_pattern_size": U32, "min_pattern_size": U32, "min_count": U32},
+    ),
+    _check_repetition_detection,
 )
 
-_TOP_K: Form[int] = Form(
-    I32.expected,
-    I32.decode,
-    lambda value, aux: max(I32.encode(value, aux), 0),
-)
+
+def _encode_top_k(value: int, aux: AuxFrames) -> Any:
+    return max(_COUNT_OR_ALL.encode(value, aux), 0)
+
+
+_PENALTY = number(-2, 2)
+_ABOVE_0 = math.ulp(0.0)
+_COUNT = read_write(U32, integer(1, 2**32 - 1, "at least 1"))
+_COUNT_OR_ALL = read_write(I32, integer(-1, 2**31 - 1, "at least -1"))
+_SOME_TOKEN_IDS = writing(TOKEN_IDS, only("a list that is not empty", lambda ids: len(ids) > 0))
+_FEW_TOKEN_IDS = writing(TOKEN_IDS, only("128 ids at most", lambda ids: len(ids) <= 128))
+
+SAMPLING_FIELDS: dict[str, Form[Any]] = {
+    "n": _COUNT,
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": number(_ABOVE_0, sys.float_info.max, "a finite number above 0"),
+    "temperature": number(0, 2),
+    "watermarking": optional(BOOL),
+    "top_p": number(_ABOVE_0, 1, "a number above 0, at most 1"),
+    "top_k": Form(I32.expected, I32.decode, _encode_top_k),
+    "min_p": number(0, 1),
+    "seed": optional(I64),
+    "stop_token_ids": optional(TOKEN_IDS),
+    "max_tokens": optional(_COUNT),
+    "min_tokens": U32,
+    "logprobs": optional(_COUNT_OR_ALL),
+    "prompt_logprobs": optional(_COUNT_OR_ALL),
+    "prompt_logprob_token_ids": optional(NUMPY_ARRAY),
+    "prompt_logprob_start": optional(U32),
+    "logprob_token_ids": optional(_FEW_TOKEN_IDS),
+    "stream_interval": optional(_COUNT),
+    "eos_token_id": optional(U32),
+    "all_stop_token_ids": TOKEN_IDS,
+    "structured_outputs": optional(STRUCTURED_OUTPUTS),
+    "logit_bias": optional(map_of(U32, FINITE)),
+    "allowed_token_ids": optional(_SOME_TOKEN_IDS),
+    "extra_args": optional(ANY_MAP),
+    "bad_words_token_ids": optional(list_of(_SOME_TOKEN_IDS)),
+    "skip_reading_prefix_cache": optional(BOOL),
+    "thinking_token_budget": optional(_COUNT_OR_ALL),
+    "repetition_detection": optional(REPETITION_DETECTION),
+    "routed_experts_prompt_start": U32,
+    "trace_decode_token_ids": optional(_SOME_TOKEN_IDS),
+}
 
 SAMPLING_PARAMS: Form[EngineCoreSamplingParams] = map_struct(
     EngineCoreSamplingParams,
-    {
-        "n": U32,
-        "presence_penalty": FLOAT,
-        "frequency_penalty": FLOAT,
-        "repetition_penalty": FLOAT,
-        "temperature": FLOAT,
-        "watermarking": optional(BOOL),
-        "top_p": FLOAT,
-        "top_k": _TOP_K,
-        "min_p": FLOAT,
-        "seed": optional(I64),
-        "stop_token_ids": optional(TOKEN_IDS),
-        "max_tokens": optional(U32),
-        "min_tokens": U32,
-        "logprobs": optional(I32),
-        "prompt_logprobs": optional(I32),
-        "prompt_logprob_token_ids": optional(NUMPY_ARRAY),
-        "prompt_logprob_start": optional(U32),
-        "logprob_token_ids": optional(TOKEN_IDS),
-        "stream_interval": optional(U32),
-        "eos_token_id": optional(U32),
-        "all_stop_token_ids": TOKEN_IDS,
-        "structured_outputs": optional(STRUCTURED_OUTPUTS),
-        "logit_bias": optional(map_of(U32, FLOAT)),
-        "allowed_token_ids": optional(TOKEN_IDS),
-        "extra_args": optional(ANY_MAP),
-        "bad_words_token_ids": optional(list_of(TOKEN_IDS)),
-        "skip_reading_prefix_cache": optional(BOOL),
-        "thinking_token_budget": optional(I32),
-        "repetition_detection": optional(REPETITION_DETECTION),
-        "routed_experts_prompt_start": U32,
-        "trace_decode_token_ids": optional(TOKEN_IDS),
-    },
+    SAMPLING_FIELDS,
     omit_defaults=True,
     keys={
         "eos_token_id": "_eos_token_id",

@@ -9,22 +9,11 @@ from typing import Any
 
 import attrs
 
-from ._forms import (
-    ANY_MAP,
-    BOOL,
-    FLOAT,
-    STR,
-    U64,
-    Form,
-    integers,
-    list_of,
-    map_of,
-    map_struct,
-    optional,
-)
+from ._containers import ANY_MAP, U64S, list_of, map_of, optional
+from ._forms import BOOL, FLOAT, STR, U64, Form
+from ._structs import map_struct
 
 _COUNTS = map_of(STR, U64)
-_U64S = integers(0, 2**64 - 1)
 _FLOATS = list_of(FLOAT)
 
 
@@ -160,10 +149,10 @@ SPEC_DECODE_METRICS: Form[RequestSpecDecodeMetrics] = map_struct(
     RequestSpecDecodeMetrics,
     {
         "num_spec_tokens": U64,
-        "histogram": _U64S,
+        "histogram": U64S,
         "num_draft_tokens": U64,
-        "per_step_accepted": _U64S,
-        "per_step_drafted": _U64S,
+        "per_step_accepted": U64S,
+        "per_step_drafted": U64S,
     },
     required=("num_spec_tokens",),
 )
@@ -187,8 +176,8 @@ _SPEC_DECODING_STATS: Form[SpecDecodingStats] = map_struct(
     SpecDecodingStats,
     {
         **_all_counts(SpecDecodingStats),
-        "num_accepted_tokens_per_pos": _U64S,
-        "num_draft_tokens_per_pos": _U64S,
+        "num_accepted_tokens_per_pos": U64S,
+        "num_draft_tokens_per_pos": U64S,
     },
     required=("num_spec_tokens",),
 )

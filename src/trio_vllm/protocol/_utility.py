@@ -10,20 +10,9 @@ from typing import Any
 
 import attrs
 
-from ._forms import (
-    ANY,
-    INT64_OR_UINT64,
-    STR,
-    U32,
-    AuxFrames,
-    Form,
-    FormError,
-    Frames,
-    array_struct,
-    list_of,
-    misfit,
-    optional,
-)
+from ._containers import ANY, list_of, optional
+from ._forms import INT64_OR_UINT64, STR, U32, AuxFrames, Form, FormError, Frames, misfit
+from ._structs import array_struct
 
 
 @attrs.define
@@ -62,9 +51,9 @@ def _decode_result(raw: Any, _: Frames) -> Any:
     return raw[1]
 
 
-def _encode_result(value: Any, _: AuxFrames) -> Any:
+def _encode_result(value: Any, aux: AuxFrames) -> Any:
     # A void success too is [nil, nil]: a bare nil kills upstream's Python client.
-    return [None, value]
+    return [None, ANY.encode(value, aux)]
 
 
 _UTILITY_OUTPUT: Form[UtilityOutput] = array_struct(
@@ -79,11 +68,12 @@ _UTILITY_OUTPUT: Form[UtilityOutput] = array_struct(
 
 
 def _encode_output(value: UtilityOutput, aux: AuxFrames) -> Any:
-    if value.failure_message is None:
-        return _UTILITY_OUTPUT.encode(value, aux)
-    if value.result is not None:
-        raise FormError("a failed call has no result")
-    return [value.call_id, value.failure_message, None]
+    raw = _UTILITY_OUTPUT.encode(value, aux)
+    if value.failure_message is not None:
+        if value.result is not None:
+            raise FormError("must be nil, the call failed").within(".result")
+        raw[2] = None
+    return raw
 
 
 UTILITY_OUTPUT: Form[UtilityOutput] = Form("UtilityOutput", _UTILITY_OUTPUT.decode, _encode_output)
