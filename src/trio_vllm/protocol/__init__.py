@@ -4,10 +4,7 @@ Nothing here waits, reads a clock or draws a number. State machines return what 
 Sources: vLLM 0.33.0, ``vllm/v1`` and ``rust/src/engine-core-client``; 0.32.0 is read as well.
 """
 
-# Arrays
 from ._arrays import Array, Tensor
-
-# Waves and load
 from ._coordination import (
     COORDINATOR_READY,
     SUBSCRIBE,
@@ -20,8 +17,6 @@ from ._coordination import (
     encode_start_dp_wave,
 )
 from ._forms import Buffer, FormError, Frames
-
-# Startup
 from ._handshake import (
     MAX_ENGINES,
     EngineAddresses,
@@ -38,8 +33,6 @@ from ._handshake import (
     encode_ready_response,
     encode_report,
 )
-
-# Requests
 from ._logprobs import Logprobs, PositionLogprobs, SamplingMask, TokenLogprob
 from ._lora import LoRARequest
 from ._multimodal import (
@@ -48,19 +41,19 @@ from ._multimodal import (
     MultiModalFieldElem,
     PlaceholderRange,
 )
-
-# Outputs
 from ._output import (
-    ENGINE_CORE_DEAD,
-    DpControlOutput,
     EngineCoreEvent,
     EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineDead,
     EventType,
     FinishReason,
-    RequestBatchOutputs,
     RequestErrorInfo,
+)
+from ._output_message import (
+    ENGINE_CORE_DEAD,
+    DpControlOutput,
+    EngineCoreOutputs,
+    EngineDead,
+    RequestBatchOutputs,
     RowBatch,
     UtilityCallOutput,
     decode_outputs,
@@ -82,12 +75,15 @@ from ._request import (
     encode_add,
     encode_utility,
 )
+from ._resolution import resolve_request
+from ._routing import Balancer
 from ._sampling import (
     EngineCoreSamplingParams,
     RepetitionDetectionParams,
     SamplingParams,
     StructuredOutputsParams,
 )
+from ._startup import FrontendStartup, Phase
 from ._stats import (
     CudagraphStats,
     IterationDetails,
@@ -100,6 +96,7 @@ from ._stats import (
     SpecDecodingStats,
 )
 from ._utility import UtilityOutput, UtilityRequest
+from ._validation import RequestLimits, check_request
 
 __all__ = [
     "COORDINATOR_READY",
@@ -108,6 +105,7 @@ __all__ = [
     "SUBSCRIBE",
     "AbortRequests",
     "Array",
+    "Balancer",
     "Buffer",
     "CoordinatorStats",
     "CudagraphStats",
@@ -126,6 +124,7 @@ __all__ = [
     "EventType",
     "FinishReason",
     "FormError",
+    "FrontendStartup",
     "Frames",
     "HandshakeInit",
     "HandshakeReport",
@@ -143,6 +142,7 @@ __all__ = [
     "MultiModalField",
     "MultiModalFieldElem",
     "PerfStats",
+    "Phase",
     "PlaceholderRange",
     "PoolingParams",
     "PositionLogprobs",
@@ -151,6 +151,7 @@ __all__ = [
     "RepetitionDetectionParams",
     "RequestBatchOutputs",
     "RequestErrorInfo",
+    "RequestLimits",
     "RequestSpecDecodeMetrics",
     "RequestType",
     "RowBatch",
@@ -165,6 +166,7 @@ __all__ = [
     "UtilityCallOutput",
     "UtilityOutput",
     "UtilityRequest",
+    "check_request",
     "decode_coordinator_broadcast",
     "decode_coordinator_stats",
     "decode_engine_message",
@@ -183,5 +185,6 @@ __all__ = [
     "encode_utility",
     "open_outputs",
     "plain_token_ids",
+    "resolve_request",
     "row_request_id",
 ]

@@ -1,0 +1,363 @@
+"""What a frontend must not send: an engine dies of it, or goes deaf.
+
+An engine builds upstream's parameter classes while it decodes a request, in its input thread, and
+that thread does not survive what their constructors reject. Other values kill its main loop later:
+an empty or too long prompt, an unknown token id or pooling task. Upstream's frontends check all
+that first, in ``vllm/v1/engine/input_processor.py`` (``InputProcessor.process_inputs``) and
+``vllm/sampling_params.py`` (``SamplingParams._verify_args``, ``SamplingParams.verify``); so does
+`check_request`. What concerns one field by itself stands in its form (``_sampling.py``,
+``_request.py``, …) and is checked again when the request is written; here is what concerns fields
+together, or the engine.
+
+Not known here, and left to the caller: the vocabulary unless it is told, the engine's
+``--max-logprobs``, its hidden size, whether it has a reasoning parser.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import attrs
+
+from .._errors import EmptyPromptError, InvalidFieldError, UnsupportedFieldError
+from ._arrays import Tensor
+from ._containers import optional
+from ._forms import Form, FormError, pass_on
+from ._handshake import EngineCoreReadyResponse
+from ._multimodal import MultiModalFeatureSpec
+from ._pooling import PoolingParams
+from ._request import REQUEST_FIELDS, EngineCoreRequest
+from ._sampling import SAMPLING_FIELDS, EngineCoreSamplingParams, StructuredOutputsParams
+from ._structs import field_checker
+
+JSON_NESTING = 64
+"""Levels of a JSON schema; converting it to a grammar gets steeply dearer with each."""
+STRUCTURAL_TAG_NESTING = 80
+
+
+@attrs.frozen(kw_only=True)
+class RequestLimits:
+    """What the engines behind a client can take."""
+
+    max_model_len: int
+    """Prompt and output tokens that fit the context."""
+    vocab_size: int | None = None
+    """The model's; None if it is not known, then token ids are not checked."""
+    supports_lora: bool = True
+    client_count: int | None = None
+    """Output sockets of the engines, of which a request names one; None if it is not known."""
+    supported_tasks: Collection[str] | None = None
+    """The answer to ``get_supported_tasks``; None if it is not known."""
+    vllm_version: str = ""
+
+    @classmethod
+    def of(cls, responses: Iterable[EngineCoreReadyResponse], **known: Any) -> RequestLimits:
+        """The limits that suit all these engines; ``known`` are the fields that they do not tell."""
+        responses = list(responses)
+        return cls(
+            max_model_len=min(response.max_model_len for response in responses),
+            supports_lora=all(response.supports_lora for response in responses),
+            vllm_version=responses[0].vllm_version,
+            **known,
+        )
+
+
+def check_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
+    """Refuse a request that an engine with these limits would reject, die of or misunderstand.
+
+    It should have gone through `resolve_request` before. What passes can be written by
+    `encode_add`.
+
+    Raises:
+      EmptyPromptError: There is no prompt.
+      UnsupportedFieldError: The engine, or a single engine request, cannot do that.
+      InvalidFieldError: A field has a wrong value; names it.
+    """
+    try:
+        _check_request_fields(request)
+        length = _check_prompt(request, limits)
+        _check_engine(request, limits)
+        for index, feature in enumerate(request.mm_features or ()):
+            _check_feature(feature, length, f".mm_features[{index}]")
+        if request.sampling_params is not None:
+            _check_sampling(request.sampling_params, length, limits)
+    except _UnsupportedError as error:
+        raise UnsupportedFieldError(request.request_id, error.where, error.reason) from None
+    except FormError as error:
+        raise InvalidFieldError(
+            request.request_id, error.where or "the request", error.reason
+        ) from None
+
+
+class _UnsupportedError(FormError):
+    """The value is good, but not here."""
+
+
+def _refuse(field: str, reason: str) -> FormError:
+    return FormError(reason).within(f".{field}" if field else "")
+
+
+def _refuse_here(field: str, reason: str) -> FormError:
+    return _UnsupportedError(reason).within(f".{field}")
+
+
+# Sampling parameters have a rule of their own below, for speed.
+_check_sampling_fields = field_checker(EngineCoreSamplingParams, SAMPLING_FIELDS)
+_check_request_fields = field_checker(
+    EngineCoreRequest,
+    {
+        **REQUEST_FIELDS,
+        "sampling_params": optional(
+            Form("", pass_on, lambda value, _: _check_sampling_fields(value))
+        ),
+    },
+)
+
+
+# The prompt -------------------------------------------------------------------------------------
+
+
+def _check_prompt(request: EngineCoreRequest, limits: RequestLimits) -> int:
+    """Check the prompt and give its length.
+
+    See ``InputProcessor._validate_model_input`` and ``InputProcessor._validate_prompt_len``. An
+    engine computes at least one token, so a prompt may not fill the whole context.
+    """
+    token_ids, embeds = request.prompt_token_ids, request.prompt_embeds
+    length = len(token_ids) if token_ids is not None else 0
+    if embeds is not None:
+        length = _check_embeds(request, embeds)
+    if length == 0:
+        raise EmptyPromptError(request.request_id)
+    if request.prompt_is_token_ids is not None:
+        _check_token_mask(request, length)
+    longest = limits.max_model_len
+    if request.pooling_params is None:
+        longest -= 1
+    if length > longest:
+        field = "prompt_embeds" if token_ids is None else "prompt_token_ids"
+        raise _refuse(field, f"must be {longest} tokens at most, not {length}")
+    vocab_size = limits.vocab_size
+    if token_ids is not None and vocab_size is not None and max(token_ids) >= vocab_size:
+        _check_prompt_vocabulary(request, vocab_size)
+    return length
+
+
+def _check_embeds(request: EngineCoreRequest, embeds: Tensor) -> int:
+    if len(embeds.shape) != 2 or not str(embeds.dtype).endswith(("float16", "float32", "float64")):
+        raise _refuse("prompt_embeds", "must be numbers of shape [tokens, hidden]")
+    if request.prompt_token_ids is not None and request.prompt_is_token_ids is None:
+        raise _refuse("prompt_is_token_ids", "must tell token ids from embeddings")
+    return embeds.shape[0]
+
+
+def _check_token_mask(request: EngineCoreRequest, length: int) -> None:
+    """The mask has one entry per position, and so has everything else."""
+    mask = request.prompt_is_token_ids
+    if request.prompt_embeds is None or request.prompt_token_ids is None:
+        raise _refuse("prompt_is_token_ids", "needs both prompt_token_ids and prompt_embeds")
+    for field, positions in (
+        ("prompt_token_ids", len(request.prompt_token_ids)),
+        ("prompt_is_token_ids", len(mask or ())),
+    ):
+        if positions != length:
+            raise _refuse(field, f"must be as long as prompt_embeds ({length}), not {positions}")
+
+
+def _check_prompt_vocabulary(request: EngineCoreRequest, vocab_size: int) -> None:
+    """Look which token is out of the vocabulary: those that only hold a place may be."""
+    held: set[int] = set()
+    for feature in request.mm_features or ():
+        start = feature.mm_position.offset
+        held.update(range(start, start + feature.mm_position.length))
+    mask = request.prompt_is_token_ids or ()
+    held.update(position for position, is_token in enumerate(mask) if not is_token)
+    for position, token_id in enumerate(request.prompt_token_ids or ()):
+        if token_id >= vocab_size and position not in held:
+            raise _refuse(f"prompt_token_ids[{position}]", _not_in_vocabulary(token_id, vocab_size))
+
+
+def _not_in_vocabulary(token_id: int, vocab_size: int) -> str:
+    return f"{token_id} is not in the vocabulary of {vocab_size} tokens"
+
+
+def _check_feature(feature: MultiModalFeatureSpec, prompt_length: int, where: str) -> None:
+    position = feature.mm_position
+    mask = position.is_embed
+    try:
+        if position.length < 1:
+            raise _refuse("length", "must be at least 1")
+        if position.offset + position.length > prompt_length:
+            raise _refuse("", f"must lie inside the prompt of {prompt_length} tokens")
+        if mask is not None and (str(mask.dtype) != "bool" or mask.shape != (position.length,)):
+            raise _refuse("is_embed", f"must be booleans of shape [{position.length}]")
+    except FormError as error:
+        raise error.within(f"{where}.mm_position") from None
+
+
+# The engine -------------------------------------------------------------------------------------
+
+
+def _check_engine(request: EngineCoreRequest, limits: RequestLimits) -> None:
+    """What the engine has to be able to do for this request."""
+    if limits.client_count is not None and request.client_index >= limits.client_count:
+        # It would never answer anybody again: see EngineCoreProc.process_output_sockets.
+        raise _refuse("client_index", f"must be below {limits.client_count}")
+    if request.lora_request is not None and not limits.supports_lora:
+        # It would silently answer without the adapter: InputProcessor._validate_lora.
+        raise _refuse_here("lora_request", "is set, but the engine was started without LoRA")
+    if (request.sampling_params is None) == (request.pooling_params is None):
+        raise _refuse("sampling_params", "or pooling_params must be set, and not both")
+    if request.pooling_params is not None:
+        _check_pooling(request.pooling_params, limits)
+    elif limits.supported_tasks is not None and "generate" not in limits.supported_tasks:
+        raise _refuse_here("sampling_params", "is set, but the model only pools")
+
+
+def _check_pooling(params: PoolingParams, limits: RequestLimits) -> None:
+    if params.task is None:
+        raise _refuse("pooling_params.task", "must be set")
+    if limits.supported_tasks is not None and params.task not in limits.supported_tasks:
+        raise _refuse_here("pooling_params.task", f"{params.task!r} is not supported by the model")
+    if params.late_chunking_params is not None and limits.vllm_version.startswith("0.32."):
+        # It would be taken for an unknown trailing field.
+        raise _refuse_here("pooling_params.late_chunking_params", "needs an engine of 0.33")
+
+
+# Sampling ---------------------------------------------------------------------------------------
+
+
+def _check_sampling(params: EngineCoreSamplingParams, length: int, limits: RequestLimits) -> None:
+    try:
+        if params.n != 1:
+            raise _refuse_here("n", "must be 1: an engine makes one completion per request")
+        if params.max_tokens is None:
+            raise _refuse("max_tokens", "must be set")
+        if params.min_tokens > params.max_tokens:
+            raise _refuse("min_tokens", f"must be at most max_tokens ({params.max_tokens})")
+        if params.routed_experts_prompt_start > length:
+            raise _refuse("routed_experts_prompt_start", f"must be {length} at most")
+        if params.logprob_token_ids is not None:
+            _check_logprob_token_ids(params)
+        if params.prompt_logprob_token_ids is not None or params.prompt_logprob_start is not None:
+            _check_prompt_logprob_token_ids(params, length)
+        if params.structured_outputs is not None:
+            _check_structured_outputs(params.structured_outputs)
+        if params.trace_decode_token_ids is not None:
+            _check_trace(params)
+        if limits.vocab_size is not None:
+            _check_vocabulary(params, limits.vocab_size)
+    except FormError as error:
+        raise error.within(".sampling_params") from None
+
+
+def _check_logprob_token_ids(params: EngineCoreSamplingParams) -> None:
+    count = len(params.logprob_token_ids or ())
+    if params.logprobs is not None and params.logprobs != count:
+        raise _refuse("logprobs", f"must be nil or the number of logprob_token_ids ({count})")
+
+
+def _check_prompt_logprob_token_ids(params: EngineCoreSamplingParams, length: int) -> None:
+    """One row of ids for each prompt token from the one after ``prompt_logprob_start`` on."""
+    ids = params.prompt_logprob_token_ids
+    if ids is None:
+        raise _refuse("prompt_logprob_start", "needs prompt_logprob_token_ids")
+    rows = length - 1 - (params.prompt_logprob_start or 0)
+    if ids.ndim != 2 or ids.dtype.kind not in "iu" or not ids.size:
+        raise _refuse(
+            "prompt_logprob_token_ids", "must be integers of shape [rows, ids], not empty"
+        )
+    if len(ids) != rows:
+        raise _refuse("prompt_logprob_token_ids", f"must have {rows} rows, not {len(ids)}")
+    if int(ids.min()) < -1 or int(ids.max()) >= 2**31:
+        raise _refuse("prompt_logprob_token_ids", "must be token ids, or -1")
+
+
+def _check_structured_outputs(params: StructuredOutputsParams) -> None:
+    """See ``SamplingParams._validate_structured_outputs``; a grammar that does not compile is left
+    to the engine, which ends that request alone."""
+    try:
+        if params.backend is None:
+            raise _refuse("backend", "must be set")
+        for name in ("json", "grammar", "structural_tag"):
+            text = getattr(params, name)
+            if isinstance(text, str) and not text.strip():
+                raise _refuse(name, "must not be blank")
+        if params.regex is not None and "\0" in params.regex:
+            raise _refuse("regex", "must not contain NUL")
+        for name, limit in (("json", JSON_NESTING), ("structural_tag", STRUCTURAL_TAG_NESTING)):
+            if _nests_deeper(getattr(params, name), limit):
+                raise _refuse(name, f"must not nest deeper than {limit} levels")
+    except FormError as error:
+        raise error.within(".structured_outputs") from None
+
+
+def _nests_deeper(document: object, limit: int) -> bool:
+    """Whether a JSON document nests lists and maps more than ``limit`` levels deep."""
+    if isinstance(document, str):
+        try:
+            document = json.loads(document)
+        except RecursionError:
+            return True
+        except ValueError:
+            return False  # what is no JSON at all is found out by the engine's grammar compiler
+    level = [document]
+    for _ in range(limit + 1):
+        level = [item for value in level for item in _items(value)]
+    return bool(level)
+
+
+def _items(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
+
+
+_NOT_WITH_TRACE = (
+    "prompt_logprobs",
+    "prompt_logprob_token_ids",
+    "structured_outputs",
+    "repetition_detection",
+    "thinking_token_budget",
+    "bad_words_token_ids",
+)
+
+
+def _check_trace(params: EngineCoreSamplingParams) -> None:
+    """See ``SamplingParams._validate_trace_replay``."""
+    for name in _NOT_WITH_TRACE:
+        if getattr(params, name) is not None:
+            raise _refuse(name, "cannot be combined with trace_decode_token_ids")
+
+
+_TOKEN_ID_FIELDS = (
+    "stop_token_ids",
+    "all_stop_token_ids",
+    "logit_bias",
+    "allowed_token_ids",
+    "logprob_token_ids",
+    "trace_decode_token_ids",
+)
+
+
+def _check_vocabulary(params: EngineCoreSamplingParams, vocab_size: int) -> None:
+    """Token ids are indices into the logits, and so many log probabilities are there to report."""
+    for name in _TOKEN_ID_FIELDS:
+        _check_known(name, getattr(params, name), vocab_size)
+    for index, word in enumerate(params.bad_words_token_ids or ()):
+        _check_known(f"bad_words_token_ids[{index}]", word, vocab_size)
+    if params.eos_token_id is not None and params.eos_token_id >= vocab_size:
+        raise _refuse("eos_token_id", _not_in_vocabulary(params.eos_token_id, vocab_size))
+    ids = params.prompt_logprob_token_ids
+    if ids is not None and int(ids.max()) >= vocab_size:
+        raise _refuse("prompt_logprob_token_ids", _not_in_vocabulary(int(ids.max()), vocab_size))
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > vocab_size:
+            raise _refuse(name, f"must be at most the vocabulary's {vocab_size} tokens")
+
+
+def _check_known(name: str, token_ids: Collection[int] | None, vocab_size: int) -> None:
+    if token_ids is not None and len(token_ids) and max(token_ids) >= vocab_size:
+        raise _refuse(name, _not_in_vocabulary(max(token_ids), vocab_size))
