@@ -1,0 +1,115 @@
+"""What a mock engine has done, for logs and summaries."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+
+from trio_vllm.protocol import FinishReason
+
+if TYPE_CHECKING:
+    from ._requests import Request
+
+
+@attrs.frozen
+class RequestStarted:
+    """A request was taken."""
+
+    request_id: str
+    prompt_len: int
+    max_tokens: int
+    """How many tokens it can get, whatever it asked for."""
+    chunk_size: int
+
+
+@attrs.frozen
+class RequestFinished:
+    """A request is over."""
+
+    request_id: str
+    prompt_len: int
+    output_tokens: int
+    finish_reason: FinishReason
+
+
+@attrs.frozen
+class RequestRefused:
+    """A request got no token, because of what it is; ``answered`` if its client was told."""
+
+    request_id: str
+    reason: str
+    answered: bool = True
+
+
+@attrs.frozen
+class MessageIgnored:
+    """A message could not be read, or is not for this engine."""
+
+    reason: str
+
+
+JournalEntry = RequestStarted | RequestFinished | RequestRefused | MessageIgnored
+
+
+@attrs.define
+class Summary:
+    """Counts since the start; add up those of several engines."""
+
+    requests: int = 0
+    """Taken, whether or not they have finished."""
+    tokens: int = 0
+    finished: int = 0
+    """Came to the end that they were meant to have."""
+    aborted: int = 0
+    errors: int = 0
+    """Requests that were refused, and messages that could not be read."""
+
+    def __add__(self, other: Summary) -> Summary:
+        mine, theirs = attrs.astuple(self), attrs.astuple(other)
+        return Summary(*(a + b for a, b in zip(mine, theirs, strict=True)))
+
+
+@attrs.define
+class Journal:
+    """Notes of one engine, until somebody takes them."""
+
+    _log_requests: bool
+    """Whether requests that start and end are noted one by one; faults always are."""
+    summary: Summary = attrs.field(factory=Summary, init=False)
+    _entries: list[JournalEntry] = attrs.field(factory=list, init=False)
+
+    def take(self) -> list[JournalEntry]:
+        """Give up all entries."""
+        entries = self._entries
+        if entries:
+            self._entries = []
+        return entries
+
+    def started(self, request: Request, chunk_size: int) -> None:
+        """A request was taken."""
+        self.summary.requests += 1
+        if self._log_requests:
+            left = request.end - request.emitted
+            entry = RequestStarted(request.request_id, request.prompt_len, left, chunk_size)
+            self._entries.append(entry)
+
+    def ended(self, request: Request, reason: FinishReason) -> None:
+        """A request is over; what it has ``emitted`` is up to date."""
+        if reason is FinishReason.ABORT:
+            self.summary.aborted += 1
+        else:
+            self.summary.finished += 1
+        if self._log_requests:
+            entry = RequestFinished(request.request_id, request.prompt_len, request.emitted, reason)
+            self._entries.append(entry)
+
+    def refused(self, request_id: str, reason: str, *, answered: bool = True) -> None:
+        """A request was not taken."""
+        self.summary.errors += 1
+        self._entries.append(RequestRefused(request_id, reason, answered))
+
+    def ignored(self, reason: str) -> None:
+        """A message led to nothing."""
+        self.summary.errors += 1
+        self._entries.append(MessageIgnored(reason))

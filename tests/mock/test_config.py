@@ -1,0 +1,91 @@
+"""What a mock engine may be told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trio_vllm.mock import MockEngineConfig, Summary
+from trio_vllm.protocol import decode_ready_response, encode_ready_response
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("vocab_size", 0),
+        ("vocab_size", 2**31 + 1),
+        ("output_token_chunk_size", 0),
+        ("output_token_chunk_size", 65_536),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("max_model_len", 0),
+        ("embedding_size", 0),
+        ("block_size", 0),
+        ("num_gpu_blocks", -1),
+        ("max_loras", -1),
+        ("dtype", "int8"),
+        ("kv_cache_size_tokens", -1),
+        ("vocab_size", "many"),
+    ],
+)
+def test_nonsense_is_refused(option: str, value: Any) -> None:
+    """At construction, not when it hurts."""
+    with pytest.raises((ValueError, TypeError), match=option):
+        MockEngineConfig(**{option: value})
+
+
+def test_what_an_engine_registers_with() -> None:
+    """The figures of the configuration, and what depends on the frontend."""
+    config = MockEngineConfig(
+        max_model_len=77,
+        num_gpu_blocks=5,
+        block_size=32,
+        max_num_seqs=9,
+        max_num_batched_tokens=99,
+        dtype="bfloat16",
+        vllm_version="0.1",
+        instance_id="me",
+        max_loras=3,
+        kv_cache_size_tokens=160,
+        enable_sleep_mode=False,
+    )
+    ready = config.ready_response(3, data_parallel_size=4, dp_stats_address="ipc://x")
+    wire = decode_ready_response(encode_ready_response(ready))
+
+    assert ready == wire
+    assert (77, 5, 32, 9, 99) == (
+        wire.max_model_len,
+        wire.num_gpu_blocks,
+        wire.block_size,
+        wire.max_num_seqs,
+        wire.max_num_batched_tokens,
+    )
+    assert ("bfloat16", "0.1", "me", "ipc://x") == (
+        wire.dtype,
+        wire.vllm_version,
+        wire.instance_id,
+        wire.dp_stats_address,
+    )
+    assert (3, 4, True, 3) == (
+        wire.data_parallel_rank,
+        wire.data_parallel_size,
+        wire.supports_lora,
+        wire.max_loras,
+    )
+    assert (160, False) == (wire.kv_cache_size_tokens, wire.enable_sleep_mode)
+
+
+def test_the_default_has_no_lora() -> None:
+    """A frontend refuses an engine whose two answers differ."""
+    ready = MockEngineConfig().ready_response(0)
+
+    assert (False, 0) == (ready.supports_lora, ready.max_loras)
+    assert 1_048_576 == ready.max_model_len
+
+
+def test_summaries_add_up() -> None:
+    """Of several engines."""
+    one = Summary(requests=1, tokens=2, finished=3, aborted=4, errors=5)
+
+    assert Summary(2, 4, 6, 8, 10) == one + one

@@ -1,0 +1,166 @@
+"""Log probabilities: shapes, order, and that they are those of a distribution."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import ormsgpack
+import pytest
+from tests.mock.driver import Driver, drive
+
+from trio_vllm.mock._engine._logprobs import LogprobModel
+from trio_vllm.protocol import Logprobs
+
+
+def run(driver: Driver, *requests: tuple[str, dict[str, Any]], **fields: Any) -> None:
+    for request_id, params in requests:
+        driver.add(request_id, 6, params=params, **fields)
+    driver.run()
+
+
+def logprobs(driver: Driver, request_id: str) -> list[Logprobs]:
+    found = [output.new_logprobs for output in driver.outputs(request_id)]
+    assert None not in found
+    return [item for item in found if item is not None]
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4])
+@pytest.mark.parametrize(("wanted", "columns"), [(0, 1), (1, 2), (5, 6), (-1, 101), (500, 101)])
+def test_sampled_tokens(wanted: int, columns: int, chunk_size: int) -> None:
+    """The token itself, then the most probable ones in falling order."""
+    driver = drive(vocab_size=100, output_token_chunk_size=chunk_size)
+    run(driver, ("a", {"logprobs": wanted}))
+
+    for output, found in zip(driver.outputs("a"), logprobs(driver, "a"), strict=True):
+        assert (len(output.new_token_ids), columns) == found.token_ids.shape
+        assert (np.dtype("<i4"), np.dtype("<f4"), np.dtype("<i8")) == (
+            found.token_ids.dtype,
+            found.logprobs.dtype,
+            found.ranks.dtype,
+        )
+        assert output.new_token_ids == found.token_ids[:, 0].tolist()
+        for ids, values, rank in zip(found.token_ids, found.logprobs, found.ranks, strict=True):
+            top, best = ids[1:].tolist(), values[1:].tolist()
+            assert sorted(best, reverse=True) == best
+            assert len(set(top)) == len(top)
+            if rank < columns:
+                assert (ids[0], values[0]) == (ids[rank], values[rank])
+            if columns == 101:
+                assert math.isclose(1.0, np.exp(values[1:]).sum(), rel_tol=1e-4)
+
+
+def test_the_whole_batch_is_as_wide_as_its_widest() -> None:
+    """While both run; who asked for nothing gets nothing."""
+    driver = drive()
+    run(driver, ("a", {"logprobs": 1}), ("b", {"logprobs": 3}), ("c", {}))
+    driver.add("d", 1, params={"logprobs": 0})
+    driver.run()
+
+    assert {4} == {found.token_ids.shape[1] for found in logprobs(driver, "a")}
+    assert {4} == {found.token_ids.shape[1] for found in logprobs(driver, "b")}
+    assert all(output.new_logprobs is None for output in driver.outputs("c"))
+    assert {1} == {found.token_ids.shape[1] for found in logprobs(driver, "d")}
+
+
+def test_named_tokens() -> None:
+    """In the order of the request, padded to the width of the batch."""
+    driver = drive(vocab_size=50)
+    run(driver, ("a", {"logprob_token_ids": [7, 3]}), ("b", {"logprobs": -1}))
+
+    for one, whole in zip(logprobs(driver, "a"), logprobs(driver, "b"), strict=True):
+        assert [7, 3] == one.token_ids[0, 1:3].tolist()
+        assert [0] * 48 == one.token_ids[0, 3:].tolist()
+        assert np.isneginf(one.logprobs[0, 3:]).all()
+        assert 51 == whole.token_ids.shape[1]
+    driver = drive(vocab_size=50)
+    run(driver, ("a", {"logprob_token_ids": [7, 3], "logprobs": 1}))
+    alone = logprobs(driver, "a")
+    driver = drive(vocab_size=50)
+    run(driver, ("a", {"logprobs": -1}))
+    for named, whole in zip(alone, logprobs(driver, "a"), strict=True):
+        by_id = dict(zip(whole.token_ids[0, 1:].tolist(), whole.logprobs[0, 1:], strict=True))
+        assert [by_id[7], by_id[3]] == named.logprobs[0, 1:].tolist()
+
+
+@pytest.mark.parametrize(("length", "wanted"), [(1, 1), (2, 0), (480, 1), (480, 20), (5, -1)])
+def test_prompts(length: int, wanted: int) -> None:
+    """One row less than the prompt has tokens, on the first output only."""
+    driver = drive(vocab_size=1000)
+    prompt = [2**31 + 5, *range(1, length)]
+    run(driver, ("a", {"prompt_logprobs": wanted}), prompt_token_ids=prompt)
+
+    first, *rest = driver.outputs("a")
+    found = first.new_prompt_logprobs_tensors
+    assert found is not None
+    columns = 1001 if wanted == -1 else wanted + 1
+    assert (length - 1, columns) == found.token_ids.shape == found.logprobs.shape
+    assert {np.dtype("<i4"), np.dtype("<f4")} == {
+        found.token_ids.dtype,
+        found.logprobs.dtype,
+        found.ranks.dtype,
+    }
+    assert prompt[1:] == found.token_ids[:, 0].tolist()
+    assert all(output.new_prompt_logprobs_tensors is None for output in rest)
+
+
+def test_large_arrays_travel_in_frames_of_their_own() -> None:
+    """Several requests' frames in one message are told apart."""
+    driver = drive()
+    driver.add("a", 1, params={"logprobs": 100, "prompt_logprobs": 2}, prompt_token_ids=[9] * 99)
+    driver.add("b", 1, params={"logprobs": 100, "prompt_logprobs": 2}, prompt_token_ids=[8] * 99)
+    driver.add("c", 1)
+    ((_, frames),) = driver.engine.step(driver.now)
+    driver._keep([(0, frames)])
+
+    assert 11 == len(frames)  # ids and values of both kinds for both, and ranks of both prompts
+    for request_id, token in (("a", 9), ("b", 8)):
+        (output,) = driver.outputs(request_id)
+        assert output.new_logprobs is not None
+        assert output.new_token_ids == output.new_logprobs.token_ids[:, 0].tolist()
+        assert output.new_prompt_logprobs_tensors is not None
+        assert {token} == set(output.new_prompt_logprobs_tensors.token_ids[:, 0].tolist())
+
+
+def test_named_tokens_of_a_prompt() -> None:
+    """A row per position, minus infinity where there is no id."""
+    ids = np.array([[1, 2], [3, -1], [-1, -1]], np.int32)
+    driver = drive(vocab_size=10)
+    wire = ["<i4", [3, 2], ormsgpack.Ext(3, ids.tobytes())]
+    params = {"prompt_logprob_token_ids": wire}
+    run(driver, ("a", params), prompt_token_ids=[1, 2, 3])
+
+    first, *rest = driver.outputs("a")
+    assert first.prompt_token_id_logprobs is not None
+    found = first.prompt_token_id_logprobs
+    assert (np.dtype("<f4"), (3, 2)) == (found.dtype, found.shape)
+    assert [[False, False], [False, True], [True, True]] == np.isneginf(found).tolist()
+    assert all(output.prompt_token_id_logprobs is None for output in rest)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6, 97, 70_000, 2**31])
+def test_the_sampled_token_has_its_rank_in_any_vocabulary(size: int) -> None:
+    """Rank one is at the head of the list, and so on."""
+    model = LogprobModel(size)
+    tokens = [0, size - 1, size // 2]
+
+    found = model.sample(7, 0, tokens, model.width(5))
+
+    assert tokens == found.token_ids[:, 0].tolist()
+    assert (found.ranks >= 1).all()
+    assert (found.ranks <= size).all()
+    assert (found.logprobs <= 0).all()
+    for row, rank in enumerate(found.ranks.tolist()):
+        if rank < found.token_ids.shape[1]:
+            assert tokens[row] == found.token_ids[row, rank]
+
+
+def test_ranks_are_drawn_from_the_distribution() -> None:
+    """Low ranks are the usual ones."""
+    model = LogprobModel(32_000)
+    found = model.sample(7, 0, [0] * 4000, 1)
+
+    first = float(np.exp(model.sample(7, 0, [0], 2).logprobs[0, 1]))
+    assert abs((found.ranks == 1).mean() - first) < 0.03
+    assert found.ranks.max() > 50

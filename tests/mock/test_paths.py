@@ -1,0 +1,146 @@
+"""The fast path and the plain path send the same, whatever happens in whatever order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.mock.driver import Driver, drive
+
+IDS = [*"abcdefgh", "a longer id", "ü" * 40, "x" * 300, "y" * 5000, ""]
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("add"), st.sampled_from(IDS), st.integers(0, 40), st.integers(0, 1)),
+    st.tuples(st.just("stop"), st.sampled_from(IDS), st.lists(st.integers(0, 30), max_size=3)),
+    st.tuples(st.just("abort"), st.lists(st.sampled_from(IDS), max_size=4)),
+    st.tuples(st.just("step"), st.integers(1, 20)),
+    st.tuples(st.just("pause"), st.sampled_from(["abort", "wait", "keep"])),
+    st.tuples(st.just("resume")),
+    st.tuples(st.just("reset"), st.booleans()),
+    st.tuples(st.just("version"), st.sampled_from(["v1", "v2"])),
+)
+
+
+def act(driver: Driver, action: tuple[Any, ...]) -> None:
+    match action:
+        case ("add", request_id, max_tokens, client_index):
+            driver.add(request_id, max_tokens, client_index=client_index)
+        case ("stop", request_id, stop_token_ids):
+            params = {"stop_token_ids": stop_token_ids}
+            driver.add(request_id, 60, params=params)
+        case ("abort", request_ids):
+            driver.abort(*request_ids)
+        case ("step", count):
+            driver.step(count)
+        case ("pause", mode):
+            driver.post("pause_scheduler", mode)
+        case ("resume",):
+            driver.post("resume_scheduler")
+        case ("reset", running):
+            driver.post("reset_prefix_cache", running)
+        case ("version", version):
+            driver.post("set_weight_version", version)
+
+
+def comparable(driver: Driver) -> list[Any]:
+    """All that was sent, without the order of the rows in a message, which is free."""
+    sent = []
+    for client_index, outputs in driver.sent:
+        fields = attrs.asdict(outputs)
+        if "outputs" in fields:
+            fields["outputs"] = sorted(fields["outputs"], key=lambda o: str(o["request_id"]))
+            fields["finished_requests"] = sorted(fields["finished_requests"] or ())
+        sent.append((client_index, fields))
+    return sent
+
+
+@given(
+    actions=st.lists(ACTIONS, max_size=30),
+    chunk_size=st.sampled_from([1, 1, 2, 7]),
+    vocab_size=st.sampled_from([32, 70_000]),
+    has_coordinator=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_both_paths_send_the_same(
+    actions: list[tuple[Any, ...]], chunk_size: int, vocab_size: int, has_coordinator: bool
+) -> None:
+    """Message by message: outputs, statistics, times, finished requests, answers."""
+    drivers = [
+        drive(
+            client_count=2,
+            fast_path=fast_path,
+            output_token_chunk_size=chunk_size,
+            vocab_size=vocab_size,
+            has_coordinator=has_coordinator,
+        )
+        for fast_path in (True, False)
+    ]
+    for driver in drivers:
+        for action in actions:
+            act(driver, action)
+        driver.post("resume_scheduler")
+        driver.run()
+
+    fast, plain = drivers
+    assert comparable(fast) == comparable(plain)
+    assert fast.engine.journal.summary == plain.engine.journal.summary
+    assert not fast.engine.has_unfinished
+
+
+def test_many_requests_come_and_go() -> None:
+    """Batches that grow and shrink by hundreds, with ids of several lengths."""
+    drivers = [drive(fast_path=fast_path) for fast_path in (True, False)]
+    for driver in drivers:
+        for wave in range(4):
+            for i in range(300):
+                driver.add(f"r{wave}-{i}", 1 + i % 37)
+            driver.step(11)
+            driver.abort(*(f"r{wave}-{i}" for i in range(0, 300, 7)))
+        driver.run()
+
+    fast, plain = drivers
+    assert comparable(fast) == comparable(plain)
+
+
+def test_a_long_run_draws_ahead_many_times() -> None:
+    """Thousands of steps for a few requests, whose tokens come in larger and larger blocks."""
+    driver = drive(vocab_size=1000)
+    driver.add("a", 3000)
+    driver.step(100)
+    driver.add("b", 2000)
+    driver.run()
+    plain = drive(vocab_size=1000, fast_path=False)
+    plain.add("a", 3000)
+    plain.add("b", 2000)
+    plain.run()
+
+    assert plain.tokens("a") == driver.tokens("a")
+    assert plain.tokens("b") == driver.tokens("b")
+
+    driver.add("a", 20)
+    driver.run()
+    assert plain.tokens("a")[:20] == driver.tokens("a")[3000:]
+
+
+def test_batches_that_grow_large_and_empty_again() -> None:
+    """What was kept for a crowd is given up when it has gone, and the next request is served."""
+    for chunk_size in (1, 40):
+        driver = drive(output_token_chunk_size=chunk_size)
+        for i in range(2000):
+            driver.add(f"{i:06}", 200)
+        driver.step(3)
+        driver.abort(*(f"{i:06}" for i in range(2000)))
+        driver.run()
+        for i in range(30):
+            driver.add("x" * i, 100)
+            driver.run()
+        driver.add("000000", 200)
+        driver.run()
+
+        whole = drive()
+        whole.add("000000", 200)
+        whole.run()
+        assert whole.tokens("000000") == driver.tokens("000000")[-200:]
+        assert 100 == len(driver.tokens("x" * 29))

@@ -1,0 +1,646 @@
+"""What becomes of each kind of request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import ormsgpack
+import pytest
+from tests.mock.driver import OMITTED, Driver, drive, pack_add, raw_request
+
+from trio_vllm.mock import COORDINATOR
+from trio_vllm.protocol import EventType, FinishReason, RequestBatchOutputs
+
+LENGTH, STOP, ABORT, ERROR = (
+    FinishReason.LENGTH,
+    FinishReason.STOP,
+    FinishReason.ABORT,
+    FinishReason.ERROR,
+)
+
+
+@pytest.fixture(params=[True, False], ids=["fast", "plain"])
+def driver(request: pytest.FixtureRequest) -> Driver:
+    """An engine on either path."""
+    return drive(fast_path=request.param)
+
+
+def error_of(driver: Driver, request_id: str) -> str:
+    (output,) = driver.outputs(request_id)
+    assert output.finish_reason is ERROR
+    assert [] == output.new_token_ids
+    assert output.error is not None
+    assert [request_id] in [batch.finished_requests for batch in driver.batches()]
+    return output.error.message
+
+
+def test_a_request_gets_its_tokens_and_a_length(driver: Driver) -> None:
+    """One token a step, and the last output says that it is the last."""
+    driver.add("a", 5)
+    driver.run()
+
+    outputs = driver.outputs("a")
+    assert [1] * 5 == [len(output.new_token_ids) for output in outputs]
+    assert [None] * 4 + [LENGTH] == [output.finish_reason for output in outputs]
+    assert not driver.engine.has_work
+
+
+def test_the_first_output_tells_of_the_prefill(driver: Driver) -> None:
+    """Its events have monotonic times: of the ADD and of the step; nothing later repeats them."""
+    driver.add("a", 3, prompt_token_ids=[5] * 300)
+    driver.run()
+
+    first, *rest = driver.outputs("a")
+    assert first.events is not None
+    told = [(event.type, event.timestamp) for event in first.events]
+    assert [(EventType.QUEUED, 100.25), (EventType.SCHEDULED, 101.25)] == told
+    assert first.prefill_stats is not None
+    assert 300 == first.prefill_stats.num_prompt_tokens == first.prefill_stats.num_computed_tokens
+    assert 0 == first.prefill_stats.num_cached_tokens
+    assert all(output.events is None and output.prefill_stats is None for output in rest)
+
+
+def test_messages_say_when_and_by_whom(driver: Driver) -> None:
+    """Each step is one message with the step's time, the engine's index and the weights."""
+    driver = drive(40_000, fast_path=driver.engine._scheduler._fast_path)
+    driver.add("a", 3)
+    driver.add("b", 3)
+    driver.run()
+
+    batches = driver.batches()
+    assert [101.5, 102.5, 103.5] == [batch.timestamp for batch in batches]
+    assert {40_000} == {batch.engine_index for batch in batches}
+    assert {"default"} == {batch.weight_version for batch in batches}
+    assert [None, None, ["a", "b"]] == [batch.finished_requests for batch in batches]
+
+
+def test_each_client_gets_its_own(driver: Driver) -> None:
+    """Outputs go where the request says, not where it came from."""
+    driver = drive(client_count=3)
+    for client_index in (0, 2, 2):
+        driver.add(f"{client_index}-{len(driver.sent)}", 2, client_index=client_index)
+        driver.step()
+    driver.run()
+
+    for client_index in (0, 2):
+        ids = {o.request_id for batch in driver.batches(client_index) for o in batch.outputs}
+        assert ids
+        assert all(request_id.startswith(str(client_index)) for request_id in ids)
+    assert [] == driver.batches(1)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "expected"), [(0, 0), (1, 1), (7, 7), (OMITTED, 16), (2**32 - 1, 97)]
+)
+def test_max_tokens(driver: Driver, max_tokens: object, expected: int) -> None:
+    """Absent is 16; the model's length is the limit, prompt included; 0 ends at once."""
+    driver = drive(max_model_len=100, fast_path=driver.engine._scheduler._fast_path)
+    driver.add("a", max_tokens)
+    driver.run()
+
+    assert expected == len(driver.tokens("a"))
+    assert LENGTH is driver.finish_reason("a")
+    assert 1 == len([b for b in driver.batches() if b.finished_requests == ["a"]])
+
+
+def test_nothing_but_an_id() -> None:
+    """Empty sampling parameters are all defaults."""
+    driver = drive()
+    driver.handle(pack_add(["a", [1], None, {}, None, 0.0]))
+    driver.run()
+
+    assert 16 == len(driver.tokens("a"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": None}, "max_tokens must be set"),
+        ({"prompt_token_ids": []}, "the prompt is empty"),
+        ({"prompt_token_ids": None}, "the prompt is empty"),
+        ({"prompt_token_ids": [1] * 50}, "the prompt of 50 tokens leaves no room"),
+        ({"prompt_token_ids": [1] * 51}, "the prompt of 51 tokens leaves no room"),
+        ({"sampling_params": None}, "neither sampling nor pooling"),
+        ({"lora_request": ["ad", 1, "path"]}, "LoRA is not enabled"),
+        ({"params": {"logprobs": -2}}, "logprobs must be at least -1"),
+        ({"params": {"logprob_token_ids": [32_000]}}, "beyond the vocabulary"),
+        (
+            {"params": {"prompt_logprob_token_ids": ["<f4", [1, 1], ormsgpack.Ext(3, bytes(4))]}},
+            "must be signed integers in rows",
+        ),
+        ({"sampling_params": None, "pooling_params": [None, 2**27]}, "67108864 are possible"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"max_tokens": 2**32}, "max_tokens"),
+        ({"priority": 2**31}, "priority"),
+        ({"prompt_token_ids": [-1]}, "prompt_token_ids"),
+        ({"prompt_embeds": ["float32", [1], 9]}, "prompt_embeds"),
+        ({"mm_features": [{}]}, "mm_features"),
+    ],
+)
+def test_what_cannot_run_gets_an_error(fields: dict[str, Any], message: str) -> None:
+    """Each such request is answered, and another one is not disturbed."""
+    driver = drive(max_model_len=50)
+    driver.add("healthy", 5)
+    driver.step()
+    driver.add("bad", **fields)
+    driver.run()
+
+    assert message in error_of(driver, "bad")
+    assert LENGTH is driver.finish_reason("healthy")
+    assert 1 == driver.engine.journal.summary.errors
+
+
+def test_too_many_logprobs_get_an_error() -> None:
+    """Memory is the limit of what one output can hold."""
+    driver = drive(vocab_size=2**31)
+    driver.add("a", params={"logprobs": -1})
+
+    assert "logprobs asks for 2147483648 numbers" in error_of(driver, "a")
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        b"\x91",
+        b"\x90",
+        b"\xdd\xff\xff\xff\xff",
+        b"\x91\x01",
+        b"\x80",
+        b"\x91\xa1x\x00",
+    ],
+)
+@pytest.mark.parametrize(
+    "kind", [b"\x00", b"\x01", b"\x02", b"\x03", b"\x04", b"\x05", b"", b"\x00\x00"]
+)
+def test_garbage_is_noted_and_ignored(kind: bytes, payload: bytes) -> None:
+    """Nothing that arrives ends the engine."""
+    driver = drive()
+    driver.add("healthy", 5)
+    driver.step()
+
+    driver.handle([kind, payload])
+    driver.handle([kind])
+    driver.handle([])
+    driver.run()
+
+    assert LENGTH is driver.finish_reason("healthy")
+    assert driver.engine.journal.summary.errors >= 2
+    assert len(driver.engine.journal.take()) == driver.engine.journal.summary.errors
+
+
+def test_an_unreadable_request_is_answered_to_every_client() -> None:
+    """Nobody can tell whose it was."""
+    driver = drive(client_count=2)
+    driver.handle(pack_add(["bad", "no prompt"]))
+
+    assert ["bad"] == [o.request_id for batch in driver.batches(0) for o in batch.outputs]
+    assert ["bad"] == [o.request_id for batch in driver.batches(1) for o in batch.outputs]
+
+
+def test_an_unreadable_request_does_not_end_one_with_its_id() -> None:
+    """An answer would."""
+    driver = drive()
+    driver.add("a", 5)
+    driver.handle(pack_add(["a", "no prompt"]))
+    driver.run()
+
+    assert 5 == len(driver.tokens("a"))
+    assert LENGTH is driver.finish_reason("a")
+
+
+def test_aux_frames_are_no_obstacle() -> None:
+    """Whatever frames come with a request."""
+    driver = drive()
+    driver.handle(pack_add(raw_request("a"), b"\xab", b"\xab\xab"))
+    embeds = np.zeros((40, 8), np.float32)
+    raw = raw_request("b", prompt_token_ids=None, prompt_embeds=["float32", [40, 8], 1])
+    driver.handle(pack_add(raw, embeds.tobytes()))
+    driver.run()
+
+    assert 4 == len(driver.tokens("a")) == len(driver.tokens("b"))
+    stats = driver.outputs("b")[0].prefill_stats
+    assert stats is not None
+    assert 40 == stats.num_prompt_tokens
+
+
+@pytest.mark.parametrize("client_index", [1, 7, 2**32 - 1])
+def test_a_client_that_does_not_exist(client_index: int) -> None:
+    """Logged, answered nowhere, and nobody dies."""
+    driver = drive()
+    driver.add("lost", client_index=client_index)
+    driver.post("is_sleeping", client_index=client_index)
+    driver.add("a")
+    driver.run()
+
+    assert {0} == {to for to, _ in driver.sent}
+    assert [] == driver.outputs("lost")
+    assert LENGTH is driver.finish_reason("a")
+    assert 2 == driver.engine.journal.summary.errors
+
+
+def test_a_duplicate_does_not_hurt_the_first(driver: Driver) -> None:
+    """On the wire its refusal would end the first, so that is only in the journal."""
+    driver.add("a", 6)
+    driver.step(2)
+    driver.add("a", 3)
+    driver.run()
+
+    assert 6 == len(driver.tokens("a"))
+    assert LENGTH is driver.finish_reason("a")
+    (entry,) = driver.engine.journal.take()
+    assert "in flight" in str(entry)
+
+    driver.add("a", 2)
+    driver.run()
+    assert 8 == len([t for o in driver.outputs("a") for t in o.new_token_ids])
+
+
+def test_a_duplicate_of_another_client_is_refused(driver: Driver) -> None:
+    """There the refusal hurts nobody."""
+    driver = drive(client_count=2)
+    driver.add("a", 6)
+    driver.step()
+    driver.add("a", 3, client_index=1)
+    driver.run()
+
+    (batch,) = [b for b in driver.batches(1) if b.outputs]
+    assert [ERROR] == [output.finish_reason for output in batch.outputs]
+    assert 6 == sum(len(o.new_token_ids) for b in driver.batches(0) for o in b.outputs)
+
+
+# Aborts -----------------------------------------------------------------------------------------
+
+
+def test_an_abort_is_not_answered(driver: Driver) -> None:
+    """As with a real engine; only the counts show it."""
+    driver.add("a", 50)
+    driver.add("b", 50)
+    driver.step(3)
+    before = len(driver.outputs("a"))
+
+    driver.abort("a", "a", "nope")
+    driver.step()
+
+    assert before == len(driver.outputs("a"))
+    assert None is driver.finish_reason("a")
+    stats = driver.batches()[-1].scheduler_stats
+    assert stats is not None
+    assert 1 == stats.num_running_reqs
+    assert all(batch.finished_requests is None for batch in driver.batches())
+    assert 1 == driver.engine.journal.summary.aborted
+
+
+def test_the_last_abort_leaves_statistics_alone(driver: Driver) -> None:
+    """A message without outputs tells that nothing runs."""
+    driver.add("a", 50)
+    driver.step()
+    driver.abort("a")
+    driver.run()
+
+    last = driver.batches()[-1]
+    assert [] == last.outputs
+    assert last.scheduler_stats is not None
+    assert 0 == last.scheduler_stats.num_running_reqs
+
+
+def test_add_abort_add_at_once(driver: Driver) -> None:
+    """The second life of an id is a whole one."""
+    driver.abort("a")
+    driver.add("a", 5)
+    driver.abort("a", "b")
+    driver.add("a", 3)
+    driver.run()
+
+    assert 3 == len(driver.tokens("a"))
+    assert LENGTH is driver.finish_reason("a")
+
+
+def test_an_abort_after_the_end_changes_nothing(driver: Driver) -> None:
+    """The id is unknown by then."""
+    driver.add("a", 2)
+    driver.run()
+    count = len(driver.sent)
+
+    driver.abort("a")
+    driver.run()
+
+    assert count == len(driver.sent)
+    assert 0 == driver.engine.journal.summary.aborted
+
+
+def test_abort_immediately(driver: Driver) -> None:
+    """Added and aborted in one."""
+    driver = drive(has_coordinator=True)
+    driver.add("a", abort_immediately=True)
+    driver.run()
+
+    assert [] == driver.outputs("a")
+    assert ["a"] == driver.batches()[-1].finished_requests
+    assert 1 == driver.engine.journal.summary.aborted
+
+
+def test_with_a_coordinator_aborts_are_listed() -> None:
+    """Such a frontend counts what is in flight by these ids."""
+    driver = drive(has_coordinator=True, client_count=2)
+    driver.add("a", 50)
+    driver.add("b", 50, client_index=1)
+    driver.add("c", 50)
+    driver.step()
+    driver.abort("a", "b")
+    driver.step()
+
+    assert ["a"] == driver.batches(0)[-1].finished_requests
+    (batch,) = [b for b in driver.batches(1) if b.finished_requests]
+    assert ["b"] == batch.finished_requests
+    assert [] == batch.outputs
+
+
+# Stop tokens ------------------------------------------------------------------------------------
+
+
+def stream(count: int, **config: Any) -> list[int]:
+    driver = drive(**config)
+    driver.add("a", count)
+    driver.run()
+    return driver.tokens("a")
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4])
+@pytest.mark.parametrize("fast_path", [True, False])
+def test_a_stop_token_ends_its_request(fast_path: bool, chunk_size: int) -> None:
+    """It is the last token sent, and the stop reason."""
+    tokens = stream(5000)
+    stop = tokens[4321]
+    driver = drive(output_token_chunk_size=chunk_size, fast_path=fast_path)
+    driver.add("a", 5000, params={"stop_token_ids": [stop, 99_999]})
+    driver.run()
+
+    end = tokens.index(stop) + 1
+    assert tokens[:end] == driver.tokens("a")
+    last = driver.outputs("a")[-1]
+    assert (STOP, stop) == (last.finish_reason, last.stop_reason)
+
+
+def test_a_stop_token_beats_the_length() -> None:
+    """Both at the same token."""
+    tokens = stream(3)
+    driver = drive()
+    driver.add("a", 3, params={"stop_token_ids": [tokens[2]]})
+    driver.run()
+
+    assert STOP is driver.finish_reason("a")
+
+
+def test_stop_tokens_count_from_min_tokens() -> None:
+    """Before that they are not even drawn."""
+    size = 10
+    tokens = stream(200, vocab_size=size)
+    stop = tokens[0]
+    driver = drive(vocab_size=size)
+    params = {"stop_token_ids": [stop], "_all_stop_token_ids": [stop], "min_tokens": 60}
+    params["_eos_token_id"] = 3
+    driver.add("a", 200, params=params)
+    driver.run()
+
+    got = driver.tokens("a")
+    assert not {stop, 3} & set(got[:60])
+    assert 60 + tokens[60:].index(stop) + 1 == len(got)
+    assert stop == got[-1]
+    same = [a == b for a, b in zip(tokens, got, strict=False) if a not in {stop, 3}]
+    assert all(same)
+
+
+def test_a_vocabulary_of_stop_tokens_ends() -> None:
+    """Where everything is masked, nothing can be."""
+    driver = drive(vocab_size=2)
+    driver.add("a", 9, params={"_all_stop_token_ids": [0, 1], "min_tokens": 5})
+    driver.run()
+
+    assert 9 == len(driver.tokens("a"))
+
+
+def test_end_of_text_is_off_unless_asked_for() -> None:
+    """Lengths are exact; with the option it stops, and has no stop reason."""
+    tokens = stream(50, vocab_size=100)
+    eos = tokens[30]
+    params = {"_eos_token_id": eos, "_all_stop_token_ids": [eos]}
+    for stop_at_eos, count, reason in (
+        (False, 50, LENGTH),
+        (True, tokens.index(eos) + 1, STOP),
+    ):
+        driver = drive(vocab_size=100, stop_at_eos=stop_at_eos)
+        driver.add("a", 50, params=params)
+        driver.run()
+
+        last = driver.outputs("a")[-1]
+        assert tokens[:count] == driver.tokens("a")
+        assert (reason, None) == (last.finish_reason, last.stop_reason)
+
+
+# Other kinds ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "shape"),
+    [
+        ([], (64,)),
+        ([None, 8], (8,)),
+        ([None, None, None, None, "embed"], (64,)),
+        ([None, 5, None, None, "token_embed"], (3, 5)),
+    ],
+)
+def test_a_pooling_request_gets_a_vector(params: list[Any], shape: tuple[int, ...]) -> None:
+    """Always the same one, of length one, in one output that also tells of the prefill."""
+    vectors = []
+    for _ in range(2):
+        driver = drive()
+        driver.add("a", sampling_params=None, pooling_params=params)
+        driver.run()
+        (output,) = driver.outputs("a")
+        assert output.pooling_output is not None
+        assert output.prefill_stats is not None
+        assert (STOP, []) == (output.finish_reason, output.new_token_ids)
+        vectors.append(output.pooling_output.numpy())
+
+    one, other = vectors
+    assert shape == one.shape
+    assert np.float32 == one.dtype
+    assert np.array_equal(one, other)
+    assert np.allclose(np.linalg.norm(one, axis=-1), 1)
+
+
+def test_the_size_of_vectors_can_be_set() -> None:
+    """The option of the configuration."""
+    driver = drive(embedding_size=7)
+    driver.add("a", sampling_params=None, pooling_params=[])
+    driver.run()
+
+    (output,) = driver.outputs("a")
+    assert output.pooling_output is not None
+    assert (7,) == output.pooling_output.shape
+
+
+def test_trace_headers_come_back() -> None:
+    """On every output."""
+    driver = drive()
+    driver.add("a", trace_headers={"traceparent": "00-1"})
+    driver.run()
+
+    assert [{"traceparent": "00-1"}] * 4 == [o.trace_headers for o in driver.outputs("a")]
+
+
+@pytest.mark.parametrize("size", [0, 31, 32, 255, 256, 990, 1100, 65_535, 65_536, 1_000_000])
+def test_ids_of_any_length(size: int) -> None:
+    """They come back as they went."""
+    driver = drive()
+    for request_id in ("i" * size, "é\0🙂../" + "i" * size):
+        driver.add(request_id, 3)
+        driver.run()
+
+        assert 3 == len(driver.tokens(request_id))
+        assert LENGTH is driver.finish_reason(request_id)
+
+
+# Sessions ---------------------------------------------------------------------------------------
+
+
+def test_a_session_ends_each_chunk_and_goes_on() -> None:
+    """Its tokens go on where they ended; the ADD that closes it is not answered."""
+    driver = drive()
+    driver.add("a", 3, resumable=True)
+    driver.add("b", 2)
+    driver.run()
+    driver.add("a", 4, resumable=True)
+    driver.add("a", 2, resumable=True)  # waits for the one before
+    driver.run()
+
+    assert [LENGTH] * 3 == [o.finish_reason for o in driver.outputs("a") if o.finish_reason]
+    assert stream(9) == driver.tokens("a")
+
+    driver.add("a", 5)
+    driver.run()
+    assert 9 == len(driver.tokens("a"))
+    driver.add("a", 1)
+    driver.run()
+    assert stream(1)[0] == driver.tokens("a")[-1]
+
+
+def test_a_session_that_is_closed_while_a_chunk_runs() -> None:
+    """The chunk is the last."""
+    driver = drive(has_coordinator=True)
+    driver.add("a", 5, resumable=True)
+    driver.step()
+    driver.add("a", 1)
+    driver.run()
+
+    assert 5 == len(driver.tokens("a"))
+    driver.add("a", 5)
+    driver.run()
+    assert 10 == len(driver.tokens("a"))
+
+
+def test_an_abort_ends_a_session() -> None:
+    """Whether or not a chunk runs."""
+    driver = drive(has_coordinator=True)
+    for running in (0, 1):
+        driver.add("a", 5, resumable=True)
+        driver.step(2) if running else driver.run()
+        driver.abort("a")
+        driver.run()
+        assert ["a"] == driver.batches()[-1].finished_requests
+        count = len(driver.tokens("a"))
+        driver.add("a", 1)
+        driver.run()
+        assert stream(1) == driver.tokens("a")[count:]
+
+
+def test_a_refused_chunk_ends_its_session() -> None:
+    """What follows is a new request."""
+    driver = drive()
+    driver.add("a", 3, resumable=True)
+    driver.run()
+    driver.add("a", None, resumable=True)
+    driver.add("a", 2)
+    driver.run()
+
+    reasons = [o.finish_reason for o in driver.outputs("a") if o.finish_reason is not None]
+    assert [LENGTH, ERROR, LENGTH] == reasons
+    assert stream(2) == driver.tokens("a")[3:]
+
+
+# Statistics -------------------------------------------------------------------------------------
+
+
+def test_statistics_come_when_counts_change(driver: Driver) -> None:
+    """And only then; they are true after the step."""
+    driver.add("a", 4, prompt_token_ids=[1] * 10)
+    driver.step()
+    driver.add("b", 2, prompt_token_ids=[1] * 7)
+    driver.run()
+
+    told = [batch.scheduler_stats for batch in driver.batches()]
+    running = [stats and stats.num_running_reqs for stats in told]
+    assert [1, 2, 1, 0] == running
+    queries = [
+        (stats.prefix_cache_stats.requests, stats.prefix_cache_stats.queries)
+        for stats in told
+        if stats
+    ]
+    assert [(1, 10), (1, 7), (0, 0), (0, 0)] == queries
+
+
+def test_a_steady_batch_has_no_statistics(driver: Driver) -> None:
+    """They would say the same again."""
+    driver.add("a", 6)
+    driver.run()
+
+    told = [batch.scheduler_stats is not None for batch in driver.batches()]
+    assert [True, False, False, False, False, True] == told
+
+
+def test_the_coordinator_is_told_of_counts() -> None:
+    """In messages of their own: at most one in 20 ms, but at once when nothing runs."""
+    driver = drive(has_coordinator=True)
+    now = driver.now
+    sent = []
+    for i in range(10):
+        driver.engine.handle(pack_add(raw_request(f"r{i}", 100)), now)
+        now += 0.009
+        sent += [m for m in driver.engine.step(now) if m[0] == COORDINATOR]
+    assert 4 == len(sent)
+    driver._keep(sent)
+    driver.now = now
+    driver.run()
+
+    told = [o for o in driver.told_coordinator() if isinstance(o, RequestBatchOutputs)]
+    counts = [o.scheduler_stats.num_running_reqs for o in told if o.scheduler_stats]
+    assert [1, 4, 7, 10, 0] == [*counts[:4], counts[-1]]
+    assert all(o.outputs == [] and o.finished_requests is None for o in told)
+
+
+def test_the_journal_notes_requests_when_asked() -> None:
+    """A line for each start and each end."""
+    driver = drive(log_requests=True, output_token_chunk_size=2)
+    driver.add("a", 5)
+    driver.add("b", 500)
+    driver.step(4)
+    driver.abort("b")
+    driver.run()
+
+    entries = driver.engine.journal.take()
+    assert ["RequestStarted"] * 2 + ["RequestFinished"] * 2 == [type(e).__name__ for e in entries]
+    assert "request_id='a', prompt_len=3, max_tokens=5, chunk_size=2" in str(entries[0])
+    assert "request_id='a', prompt_len=3, output_tokens=5" in str(entries[2])
+    assert "request_id='b', prompt_len=3, output_tokens=8" in str(entries[3])
+    assert [] == driver.engine.journal.take()
+    summary = driver.engine.journal.summary
+    assert (2, 13, 1, 1, 0) == (
+        summary.requests,
+        summary.tokens,
+        summary.finished,
+        summary.aborted,
+        summary.errors,
+    )

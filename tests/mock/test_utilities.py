@@ -1,0 +1,412 @@
+"""Utility calls: answers, failures in a real engine's words, and the state behind them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.mock.driver import Driver, drive
+
+from trio_vllm.protocol import EventType, FinishReason
+
+
+def test_the_plain_answers() -> None:
+    """Methods that change nothing, each with a plausible value."""
+    driver = drive(block_size=128, supported_tasks=("generate", "embed"))
+    answers: dict[str, Any] = {
+        "get_supported_tasks": ["generate", "embed"],
+        "is_sleeping": False,
+        "is_scheduler_paused": False,
+        "get_weight_version": "default",
+        "reset_prefix_cache": True,
+        "reset_mm_cache": None,
+        "reset_encoder_cache": None,
+        "wake_up": True,
+        "resume_scheduler": None,
+        "execute_dummy_batch": None,
+        "profile": None,
+        "get_kv_cache_group_metadata": [
+            {
+                "group_idx": 0,
+                "kind": "full_attention",
+                "block_size": 128,
+                "sliding_window": None,
+            }
+        ],
+    }
+    for method, expected in answers.items():
+        assert expected == driver.call(method), method
+    assert None is driver.call("profile", True, None, None, None, None)
+    assert None is driver.call("save_sharded_state", "path", None, None)
+    assert [None] == driver.call("collective_rpc", "update_weights", None, [], {"update_info": {}})
+
+
+def test_call_ids_come_back_as_they_were() -> None:
+    """Over the whole range that upstream uses."""
+    driver = drive()
+    for call_id in (0, 2**63, 2**64 - 1, -1, -(2**63)):
+        driver.call_id = call_id - 1
+        assert False is driver.call("is_sleeping")
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "failure"),
+    [
+        ("nope", [], "'EngineCoreProc' object has no attribute 'nope'"),
+        ("_pause_in", ["abort", True], "'EngineCoreProc' object has no attribute '_pause_in'"),
+        ("reset_prefix_cache", [1, 2, 3, 4], ""),
+        (
+            "set_weight_version",
+            [],
+            "EngineCore.set_weight_version() missing 1 required positional argument:"
+            " 'weight_version'",
+        ),
+        ("set_weight_version", [5], "weight_version must be a string, got 5"),
+        ("pause_scheduler", ["bogus", True], "Invalid pause mode: bogus"),
+        ("pause_generation", ["bogus"], "Invalid pause mode: bogus"),
+        ("add_lora", [["ad", 0, "x"]], "id must be > 0, got 0"),
+        ("add_lora", [["ad", 1, ""]], "lora_path cannot be empty"),
+        ("add_lora", [7], "Expected `LoRARequest`, got 7"),
+        (
+            "release_kv_cache_memory",
+            [],
+            "release_kv_cache_memory() requires a completed pause first",
+        ),
+        *(
+            (
+                method,
+                args,
+                "Worker failed with error 'LoRA is not enabled. Use --enable-lora to enable LoRA.',"
+                " please check the stack trace above for the root cause",
+            )
+            for method, args in (
+                ("list_loras", []),
+                ("add_lora", [["ad", 1, "lora-adapter"]]),
+                ("remove_lora", [1]),
+                ("pin_lora", [1]),
+            )
+        ),
+        (
+            "collective_rpc",
+            ["nope"],
+            "Worker failed with error ''Worker' object has no attribute 'nope'',"
+            " please check the stack trace above for the root cause",
+        ),
+    ],
+)
+def test_failures(method: str, args: list[Any], failure: str) -> None:
+    """In the words of a real engine."""
+    assert f"Call to {method} method failed: {failure}" == drive().fail(method, *args)
+
+
+@pytest.mark.parametrize(
+    ("method", "args"),
+    [
+        ("sleep", ["deep"]),
+        ("wake_up", [5]),
+        ("remove_lora", [[1]]),
+        ("collective_rpc", [[]]),
+        ("pause_scheduler", [[]]),
+    ],
+)
+def test_arguments_of_a_wrong_type_only_fail(method: str, args: list[Any]) -> None:
+    """The engine lives on."""
+    driver = drive(max_loras=1)
+    assert driver.fail(method, *args).startswith(f"Call to {method} method failed: ")
+    assert False is driver.call("is_sleeping")
+
+
+def test_the_weight_version_is_in_every_message() -> None:
+    """From the call on, also of a batch that does not change."""
+    driver = drive()
+    driver.add("a", 9)
+    driver.step(3)
+    assert None is driver.call("set_weight_version", "v2")
+    assert "v2" == driver.call("get_weight_version")
+    driver.run()
+
+    assert ["default"] * 3 + ["v2"] * 6 == [batch.weight_version for batch in driver.batches()]
+
+
+def test_checksums_change_with_the_weights() -> None:
+    """And are the same for the same ones."""
+    driver = drive()
+    (before,) = driver.call("compute_weight_checksums")
+    assert [before] == driver.call("compute_weight_checksums")
+    driver.call("set_weight_version", "v2")
+    assert [before] != driver.call("compute_weight_checksums")
+
+
+# LoRA -------------------------------------------------------------------------------------------
+
+
+def test_adapters_come_and_go() -> None:
+    """Whether a call changed anything is its answer."""
+    driver = drive(max_loras=2)
+    assert True is driver.call("add_lora", ["one", 1, "path"])
+    assert False is driver.call("add_lora", ["one", 1, "path"])
+    assert True is driver.call("add_lora", ["two", 2, "path"])
+    assert [1, 2] == driver.call("list_loras")
+    assert True is driver.call("remove_lora", 1)
+    assert False is driver.call("remove_lora", 1)
+    assert "must be greater than 0" in driver.fail("remove_lora", 0)
+    assert [2] == driver.call("list_loras")
+
+
+def test_one_adapter_too_many_evicts_the_least_used_that_is_not_pinned() -> None:
+    """Until all are pinned."""
+    driver = drive(max_loras=2)
+    for adapter_id in (1, 2):
+        driver.call("add_lora", ["x", adapter_id, "path"])
+    assert True is driver.call("pin_lora", 1)
+    driver.call("add_lora", ["x", 3, "path"])
+    assert [1, 3] == driver.call("list_loras")
+    assert "LoRA 9 is not registered" in driver.fail("pin_lora", 9)
+    driver.call("pin_lora", 3)
+    assert "All items are pinned" in driver.fail("add_lora", ["x", 4, "path"])
+    driver.add("a", lora_request=["x", 5, "path"])
+    driver.run()
+    assert 4 == len(driver.tokens("a"))
+
+
+def test_a_request_loads_its_adapter() -> None:
+    """As in a real engine."""
+    driver = drive(max_loras=2)
+    driver.add("a", lora_request=["x", 5, "path"])
+
+    assert [5] == driver.call("list_loras")
+
+
+# Pausing ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["pause_scheduler", "pause_generation"])
+def pause(request: pytest.FixtureRequest) -> str:
+    """Both names of the call."""
+    name: str = request.param
+    return name
+
+
+def test_a_pause_that_aborts(pause: str) -> None:
+    """Ends are grouped by client, and the answer comes after them."""
+    driver = drive(client_count=2)
+    for i in range(4):
+        driver.add(f"r{i}", 50, client_index=i % 2)
+    driver.step(2)
+    driver.add("waiting", 50)
+    assert None is driver.call(pause, "abort", True)
+
+    assert [0, 1, 0] == [to for to, _ in driver.sent[-3:]]
+    assert ["r0", "r2", "waiting"] == driver.batches(0)[-1].finished_requests
+    assert ["r1", "r3"] == driver.batches(1)[-1].finished_requests
+    for request_id in ("r0", "r1", "r2", "r3", "waiting"):
+        assert FinishReason.ABORT is driver.finish_reason(request_id)
+    assert True is driver.call("is_sleeping")
+    assert True is driver.call("is_scheduler_paused")
+    driver.run()
+    assert not driver.engine.has_unfinished
+
+
+def test_a_pause_that_waits(pause: str) -> None:
+    """It is answered when what runs has finished; what is new does not start."""
+    driver = drive()
+    driver.add("a", 5)
+    driver.step(2)
+    call_id = driver.post(pause, "wait")
+    driver.add("b", 2)
+    driver.step(2)
+    assert None is driver.answer(call_id)
+    assert True is driver.call("is_scheduler_paused")
+    driver.run()
+
+    assert None is not driver.answer(call_id)
+    assert FinishReason.LENGTH is driver.finish_reason("a")
+    if pause == "pause_generation":
+        (output,) = driver.outputs("b")
+        assert output.error is not None
+        assert ("engine_paused", True) == (output.error.code, output.error.retryable)
+    else:
+        assert [] == driver.outputs("b")
+    driver.call("resume_scheduler")
+    driver.run()
+    driver.add("c", 2)
+    driver.run()
+    assert 2 == len(driver.tokens("c"))
+    assert pause == "pause_generation" or 2 == len(driver.tokens("b"))
+
+
+def test_a_pause_that_waits_for_nothing_is_answered_at_once(pause: str) -> None:
+    """Also while something waits, which cannot run."""
+    driver = drive()
+    assert None is driver.call(pause, "wait")
+    driver.call("resume_scheduler")
+    driver.add("a", 5)
+    assert None is driver.call(pause, "wait")
+
+
+def test_an_abort_ends_the_wait_of_a_pause() -> None:
+    """Nothing runs any more then."""
+    driver = drive()
+    driver.add("a", 500)
+    driver.step()
+    call_id = driver.post("pause_scheduler", "wait")
+    driver.abort("a")
+    driver.run()
+
+    assert None is not driver.answer(call_id)
+
+
+@pytest.mark.parametrize("clear_cache", [True, False])
+def test_a_pause_that_keeps(pause: str, clear_cache: bool) -> None:
+    """Requests go on afterwards with the next token, those that came meanwhile start."""
+    driver = drive()
+    driver.add("a", 6)
+    driver.step(2)
+    assert None is driver.call(pause, "keep", clear_cache)
+    driver.add("b", 2)
+    driver.run()
+    driver.step(5)
+    assert 2 == len(driver.tokens("a"))
+    assert [] == driver.outputs("b")
+    stats = driver.batches()[-1].scheduler_stats
+    assert stats is not None
+    assert (1, 1) == (
+        stats.num_running_reqs + (1 if clear_cache else 0),
+        stats.num_waiting_reqs - (1 if clear_cache else 0),
+    )
+
+    driver.call("resume_scheduler")
+    driver.run()
+    whole = drive()
+    whole.add("a", 6)
+    whole.run()
+    assert whole.tokens("a") == driver.tokens("a")
+    assert 2 == len(driver.tokens("b"))
+    events = driver.outputs("a")[2].events
+    kinds = [event.type for event in events or ()]
+    assert ([EventType.PREEMPTED, EventType.SCHEDULED] if clear_cache else []) == kinds
+    assert None is driver.outputs("a")[2].prefill_stats
+
+
+def test_resetting_the_prefix_cache() -> None:
+    """Running requests are in the way, unless they may be put back into the queue."""
+    driver = drive()
+    driver.add("a", 6)
+    driver.step(2)
+    assert False is driver.call("reset_prefix_cache", False, False)
+    assert True is driver.call("reset_prefix_cache", True, False)
+    driver.run()
+
+    assert 6 == len(driver.tokens("a"))
+    events = driver.outputs("a")[2].events
+    assert events is not None
+    assert [EventType.PREEMPTED, EventType.SCHEDULED] == [event.type for event in events]
+
+
+# Sleeping ---------------------------------------------------------------------------------------
+
+
+def asleep(driver: Driver) -> tuple[Any, Any]:
+    return driver.call("is_sleeping"), driver.call("is_scheduler_paused")
+
+
+def test_sleeping_and_waking_up() -> None:
+    """Levels above 0 give memory up; waking up gets it back and resumes."""
+    driver = drive()
+    assert None is driver.call("sleep", 1, "abort")
+    assert (True, True) == asleep(driver)
+    driver.add("a", 2)
+    driver.run()
+    assert [] == driver.outputs("a")
+    driver.call("resume_scheduler")
+    assert (True, False) == asleep(driver)
+    driver.call("sleep", 2, "keep")
+    assert False is driver.call("wake_up", ["weights"])
+    assert (True, True) == asleep(driver)
+    assert False is driver.call("wake_up", ["nonsense"])
+    assert True is driver.call("wake_up", ["kv_cache"])
+    assert (False, False) == asleep(driver)
+    driver.run()
+    assert 2 == len(driver.tokens("a"))
+
+
+def test_sleeping_at_level_0_only_pauses() -> None:
+    """The tag "scheduling" undoes it."""
+    driver = drive()
+    driver.add("a", 4)
+    driver.step()
+    driver.call("sleep", 0, "keep")
+    assert (True, True) == asleep(driver)
+    assert True is driver.call("wake_up", ["scheduling"])
+    assert (False, False) == asleep(driver)
+    driver.run()
+    assert 4 == len(driver.tokens("a"))
+    events = driver.outputs("a")[1].events
+    assert None is events
+
+
+def test_scheduling_does_not_resume_what_sleeps() -> None:
+    """Memory comes first."""
+    driver = drive()
+    driver.call("sleep", 1)
+    assert False is driver.call("wake_up", ["scheduling"])
+    assert False is driver.call("wake_up", ["scheduling", "kv_cache"])
+    assert True is driver.call("wake_up", None)
+
+
+def test_sleeping_after_the_wait() -> None:
+    """The answer comes when it sleeps."""
+    driver = drive()
+    driver.add("a", 4)
+    driver.step()
+    call_id = driver.post("sleep", 1, "wait")
+    assert None is driver.answer(call_id)
+    driver.run()
+    assert None is not driver.answer(call_id)
+    driver.call("resume_scheduler")
+    assert (True, False) == asleep(driver)
+
+
+def test_releasing_kv_cache_memory() -> None:
+    """Needs a pause and nobody in it; waking up gets it back."""
+    driver = drive()
+    driver.call("pause_scheduler")
+    assert None is driver.call("release_kv_cache_memory")
+    assert "requires all executor memory" in driver.fail("release_kv_cache_memory")
+    assert True is driver.call("wake_up", ["kv_cache"])
+    assert (False, False) == asleep(driver)
+
+
+# Shutting down ----------------------------------------------------------------------------------
+
+
+def test_shutting_down_at_once() -> None:
+    """What runs is aborted, what comes is too, and calls fail."""
+    driver = drive()
+    driver.add("session", 1, resumable=True)
+    driver.run()
+    driver.add("a", 50)
+    driver.step()
+    driver._keep(driver.engine.shut_down(driver.now, drain=False))
+    driver.add("b", 50)
+    failure = driver.answer(driver.post("is_sleeping"))
+
+    assert FinishReason.ABORT is driver.finish_reason("a")
+    assert FinishReason.ABORT is driver.finish_reason("b")
+    assert FinishReason.ABORT is driver.outputs("session")[-1].finish_reason
+    assert failure is not None
+    assert "Server shutting down" == failure.failure_message
+    assert not driver.engine.has_unfinished
+
+
+def test_shutting_down_after_what_runs() -> None:
+    """What runs comes to its end."""
+    driver = drive()
+    driver.add("a", 5)
+    driver.step()
+    driver._keep(driver.engine.shut_down(driver.now, drain=True))
+    driver.add("b", 5)
+    driver.run()
+
+    assert FinishReason.LENGTH is driver.finish_reason("a")
+    assert FinishReason.ABORT is driver.finish_reason("b")
