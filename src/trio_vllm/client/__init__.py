@@ -4,6 +4,8 @@ from trio_vllm.client._client import EngineCoreClient, open_client
 from trio_vllm.client._inflight import Sink
 from trio_vllm.client._ready import EngineFleet
 from trio_vllm.client._stream import OutputStream, StreamOutput
+from trio_vllm.client._utilities import PauseMode
+from trio_vllm.client._utility_rules import KvCacheGroup
 from trio_vllm.client._waker import Waker
 from trio_vllm.transport import Bootstrapped, HandshakeOwner
 
@@ -12,7 +14,9 @@ __all__ = [
     "EngineCoreClient",
     "EngineFleet",
     "HandshakeOwner",
+    "KvCacheGroup",
     "OutputStream",
+    "PauseMode",
     "Sink",
     "StreamOutput",
     "Waker",
