@@ -228,18 +228,30 @@ async def test_interrupt_of_a_pump_is_bare(error: BaseException) -> None:
     assert error is caught.value
 
 
-def test_ctrl_c_while_the_pumps_end_is_bare() -> None:
-    async def interrupt_and_linger() -> None:
+def test_ctrl_c_in_a_pump_strikes_in_the_main_task() -> None:
+    async def interrupt() -> None:
+        signal.raise_signal(signal.SIGINT)
+        await trio.sleep_forever()
+
+    async def main() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            async with running(interrupt):
+                await trio.sleep_forever()
+
+    trio.run(main)
+
+
+def test_ctrl_c_while_the_pumps_end_strikes_afterwards() -> None:
+    async def interrupt_at_the_end() -> None:
         try:
             await trio.sleep_forever()
         finally:
             signal.raise_signal(signal.SIGINT)
-            with trio.CancelScope(shield=True):
-                await wait_all_tasks_blocked()
 
     async def main() -> None:
-        async with running(trio.lowlevel.enable_ki_protection(interrupt_and_linger)):
-            await wait_all_tasks_blocked()
+        async with running(interrupt_at_the_end, linger):
+            pass
+        with pytest.raises(KeyboardInterrupt):
+            await trio.lowlevel.checkpoint()
 
-    with pytest.raises(KeyboardInterrupt):
-        trio.run(main)
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))

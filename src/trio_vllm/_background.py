@@ -16,19 +16,20 @@ from trio_vllm._errors import InternalError
 
 
 @asynccontextmanager
+@trio.lowlevel.enable_ki_protection
 async def running(*pumps: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
     """Run ``pumps`` while the block runs; leaving the block cancels them and waits for their end.
 
     A pump may return early, but not raise: what a peer does is for the pump to handle, so what it
-    lets out is a bug of ours. It cancels the block.
+    lets out is a bug of ours. It cancels the block. Ctrl-C never strikes in a pump.
 
     Raises:
       InternalError: A pump raised; the first exception that one did is the cause.
-      KeyboardInterrupt, SystemExit: Bare, wherever they were raised.
       BaseException: What the block raised otherwise, bare and as it was.
     """
     crash, block, around = _Caught(), _Caught(), _Caught()
 
+    @trio.lowlevel.enable_ki_protection
     async def guard(pump: Callable[[], Awaitable[None]]) -> None:
         pump_end = _Caught()
         with pump_end:
@@ -78,9 +79,7 @@ class _Caught:
 
 
 def _raise_first(crash: _Caught, block: _Caught, around: _Caught) -> None:
-    """Raise the gravest of what the pumps, the block and the wait for the pumps have raised."""
-    if (interrupt := around.without_cancelled()) is not None:
-        raise interrupt  # Ctrl-C: the wait raises nothing else but cancellations
+    """Raise the gravest of what the pumps, the block and scopes around us have raised."""
     if isinstance(crash.error, Exception):
         bug = InternalError("a background task crashed, please report this")
         if (besides := block.without_cancelled()) is not None:
