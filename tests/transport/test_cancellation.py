@@ -38,7 +38,7 @@ async def test_cancelled_receives_lose_no_message(
         for frames in messages:
             await push.send(frames)
 
-    with trio.fail_after(10):
+    with trio.fail_after(30):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(send)
             nursery.start_soon(cancels.run)
@@ -48,7 +48,7 @@ async def test_cancelled_receives_lose_no_message(
             nursery.cancel_scope.cancel()
 
     assert messages == received
-    assert cancels.caught > 200
+    assert cancels.caught > 100
 
 
 async def test_cancelled_sends_were_not_sent(context: ZmqContext) -> None:
@@ -67,7 +67,7 @@ async def test_cancelled_sends_were_not_sent(context: ZmqContext) -> None:
                     await push.send(frames)
                     sent = True
 
-    with trio.fail_after(10):
+    with trio.fail_after(30):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(send_all)
             nursery.start_soon(cancels.run)
@@ -76,7 +76,7 @@ async def test_cancelled_sends_were_not_sent(context: ZmqContext) -> None:
             nursery.cancel_scope.cancel()
 
     assert messages == received
-    assert cancels.caught > 200
+    assert cancels.caught > 100
 
 
 class Cancels:

@@ -51,7 +51,7 @@ async def test_leaving_waits_no_longer_than_the_linger(tmp_path: Path, linger: f
         push.connect(f"ipc://{tmp_path}/nobody")
         push.send_nowait([b"last words"])
 
-    assert linger <= trio.current_time() - begin < linger + 0.25
+    assert linger <= trio.current_time() - begin < linger + 0.8
 
 
 async def test_leaving_cannot_be_cancelled(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ async def test_two_thousand_idle_sockets(many_descriptors: None, context: ZmqCon
         assert [address.encode()] == await pull.receive()
         received += 1
 
-    with trio.fail_after(20):
+    with trio.fail_after(30):
         async with trio.open_nursery() as nursery:
             addresses = []
             for _ in range(2000):

@@ -52,7 +52,7 @@ async def test_peer_is_killed_and_restarted_fifty_times(context: ZmqContext) -> 
     address = router.bind(ANY_PORT)
     for _ in range(50):
         async with peer_process(BARE_PEER, address, "engine") as process:
-            with trio.fail_after(2):
+            with trio.fail_after(10):
                 frames, descriptor = await router.receive_with_descriptor()
             assert [b"engine", b"hello"] == frames
 
@@ -172,23 +172,31 @@ async def test_second_receiver_is_refused(context: ZmqContext) -> None:
         nursery.cancel_scope.cancel()
 
 
-@pytest.mark.parametrize("closed_first", ["monitor", "socket", "neither"])
-async def test_unread_events_do_not_hold_up_the_end(closed_first: str) -> None:
-    """ØMQ's own thread sends the events; nothing may make it wait for somebody to read them."""
-    with trio.fail_after(5):
-        async with open_context() as context:
-            router = context.socket(SocketType.ROUTER)
-            monitor = context.open_monitor(router)
-            address = router.bind(ANY_PORT)
-            for _ in range(5):
-                dealer = context.socket(SocketType.DEALER)
-                dealer.connect(address)
-                dealer.send_nowait([b"hello"])
-                await router.receive()
-            if closed_first == "monitor":
-                monitor.close()
-            if closed_first == "socket":
-                router.close()
-            begin = trio.current_time()
+async def test_socket_works_on_without_its_monitor(context: ZmqContext) -> None:
+    """ØMQ's own thread sends the events, and would wait for ever for room to send one more."""
+    router = context.socket(SocketType.ROUTER)
+    monitor = context.open_monitor(router)
+    address = router.bind(ANY_PORT)
+    monitor.close()
 
-        assert trio.current_time() - begin < 0.5
+    dealer = context.socket(SocketType.DEALER)
+    dealer.connect(address)
+    dealer.send_nowait([b"hello"])
+
+    with trio.fail_after(2):
+        assert b"hello" == (await router.receive())[1]
+
+
+async def test_unread_events_do_not_hold_up_the_end() -> None:
+    async with open_context() as context:
+        router = context.socket(SocketType.ROUTER)
+        context.open_monitor(router)
+        address = router.bind(ANY_PORT)
+        for _ in range(5):
+            dealer = context.socket(SocketType.DEALER)
+            dealer.connect(address)
+            await dealer.send([b"hello"])
+            await router.receive()
+        begin = trio.current_time()
+
+    assert trio.current_time() - begin < 0.5

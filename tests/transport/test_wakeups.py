@@ -145,7 +145,7 @@ async def test_full_rate_in_both_directions_with_a_pausing_reader(context: ZmqCo
                     await wait_all_tasks_blocked(0.01)  # the sender has run into the bound
                     pauses += 1
 
-    with trio.fail_after(10):
+    with trio.fail_after(30):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(send)
             nursery.start_soon(echo)
