@@ -2,8 +2,8 @@
 
 Theory of operation. Three tasks run beside the caller's block: one takes what the engines send and
 hands it to whoever waits for it, one tells engines of aborted requests, one hears of lost
-connections. Sending a request is a plain function call in the caller's task: the input socket takes
-any number of messages and never blocks.
+connections (see `_lives.py`). Sending a request is a plain function call in the caller's task: the
+input socket takes any number of messages and never blocks.
 
 What an engine does, or its death, never raises out of these tasks. The first cause is kept per
 engine; every waiter and every later call raises a fresh error made of it.
@@ -14,7 +14,7 @@ Mirrors ``rust/src/engine-core-client/src/client.rs`` and ``vllm/v1/engine/core_
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -31,7 +31,9 @@ from trio_vllm._errors import (
     UtilityTimeoutError,
     fresh,
 )
+from trio_vllm.client._aborts import PendingAborts
 from trio_vllm.client._inflight import Inflight, Sink
+from trio_vllm.client._lives import CONNECTION_LOST, REPORTED_DEATH, EngineLives
 from trio_vllm.client._ready import EngineFleet
 from trio_vllm.client._stream import OutputStream
 from trio_vllm.client._utilities import UtilityMethods
@@ -65,16 +67,6 @@ _log = logging.getLogger("trio_vllm.client")
 BATCH = 16
 """Messages handled between two checkpoints: a message of 1,000 outputs takes about 1 ms."""
 
-LOSS_GRACE = 0.2
-"""Seconds from the loss of an engine's connection until its requests fail: outputs that it sent
-before, over another connection, may still be on their way."""
-
-FAREWELL_GRACE = 10.0
-"""Seconds to find out which of several engines sent ENGINE_CORE_DEAD: it does not say, but its
-connection breaks when it has ended, for which an engine takes 5 s at most."""
-
-REPORTED_DEATH = "it reported ENGINE_CORE_DEAD"
-
 
 class EngineCoreClient(UtilityMethods):
     """Drives connected engine cores; made by `open_client`."""
@@ -94,21 +86,25 @@ class EngineCoreClient(UtilityMethods):
         """What the engines told of themselves."""
         self._limits = self.fleet.limits(vocab_size=vocab_size)
         self._balancer = Balancer(links.ready_responses)
-        self._inflight = Inflight(self._balancer.release)
-        self._utility_calls = UtilityCalls()
-        self._aborts: dict[int, list[str]] = {}
+        self._lives = EngineLives(
+            links.ready_responses,
+            on_loss=self._balancer.remove,
+            on_death=self._bury,
+            on_failure=self._fail,
+        )
+        self._aborts = PendingAborts()
         self._abort_waker = Waker()
+        self._inflight = Inflight(on_release=self._balancer.release, on_abort=self._abort_on_engine)
+        self._utility_calls = UtilityCalls()
         self._stats: dict[int, RowBatch] = {}
-        self._dead: dict[int, EngineDeadError] = {}
+        self._stats_listener: Callable[[int, SchedulerStats], None] | None = None
         self._failure: EngineCoreError | None = None
         self._failed = trio.Event()
-        self._farewells = 0  # of engines that are not known yet
-        self._farewell_waker = Waker()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run the tasks of this client while the block runs, then close it; for `open_client`."""
-        async with running(self._pump_outputs, self._pump_aborts, self._watch_losses):
+        async with running(self._pump_outputs, self._pump_aborts, self._watch_lives):
             try:
                 yield
             finally:
@@ -133,7 +129,7 @@ class EngineCoreClient(UtilityMethods):
 
     @property
     def engine_indices(self) -> list[int]:
-        """The engines that are alive."""
+        """The engines that are connected and alive."""
         return self._balancer.engine_indices
 
     @property
@@ -152,26 +148,34 @@ class EngineCoreClient(UtilityMethods):
         return self.fleet.vllm_version
 
     @property
-    def requests_in_flight(self) -> int:
+    def in_flight_count(self) -> int:
         """Requests that have not ended."""
         return len(self._inflight)
 
     def scheduler_stats(self) -> dict[int, SchedulerStats]:
-        """The newest statistics of each engine that sent any; `DecodeError` if they are garbled."""
+        """The newest statistics of each living engine that sent any; `DecodeError` if garbled."""
         stats = {index: batch.decode_stats() for index, batch in sorted(self._stats.items())}
         return {index: value for index, value in stats.items() if value is not None}
+
+    def on_scheduler_stats(self, listener: Callable[[int, SchedulerStats], None]) -> None:
+        """Have ``listener`` called with each engine's index and statistics as they come.
+
+        There is one listener; it must not wait or raise. Without one, the statistics of a single
+        engine are not even decoded.
+        """
+        self._stats_listener = listener
 
     # Health -------------------------------------------------------------------------------------
 
     @property
     def is_healthy(self) -> bool:
         """Whether all engines are alive and the client is open."""
-        return not self._dead and self._failure is None
+        return not self._lives.dead and self._failure is None
 
     @property
     def dead_engines(self) -> Mapping[int, EngineDeadError]:
         """The engines that were lost, each with the first reason."""
-        return dict(self._dead)
+        return dict(self._lives.dead)
 
     @property
     def failure(self) -> EngineCoreError | None:
@@ -188,6 +192,9 @@ class EngineCoreClient(UtilityMethods):
         """Raise the reason, if this client serves no request any more."""
         if self._failure is not None:
             raise fresh(self._failure)
+        if not self._balancer.engine_indices:
+            # They are lost, but not pronounced dead yet.
+            raise EngineDeadError(self._lives.living[0], CONNECTION_LOST)
 
     # Requests -----------------------------------------------------------------------------------
 
@@ -207,13 +214,14 @@ class EngineCoreClient(UtilityMethods):
         try:
             yield stream
         finally:
-            self.drop(stream.request_id)
+            self.drop(stream)
 
     def submit(self, request: EngineCoreRequest, sink: Sink) -> None:
         """Send a request whose outputs go to ``sink``; the building block of `call` and `Llm`.
 
         The request is checked first, completed (stop ids, structured-output backend, client index)
-        in a copy, and sent to the pinned or else the least loaded engine.
+        in a copy, and sent to the pinned or else the least loaded engine. An id should not be used
+        again after an abort: outputs for the old request may still be on their way.
 
         Raises:
           RequestError: The request was refused, nothing was sent.
@@ -221,55 +229,54 @@ class EngineCoreClient(UtilityMethods):
           ClientClosedError: The client is closed.
         """
         self.raise_if_failed()
-        if request.request_id in self._inflight:
-            raise DuplicateRequestIdError(request.request_id)
+        request_id = request.request_id
+        if request_id in self._inflight:
+            raise DuplicateRequestIdError(request_id)
         request = resolve_request(request, self._client_index, self._backend)
         check_request(request, self._limits)
         message = encode_add(request)
-        while True:
-            engine_index = self._balancer.choose(request.request_id, request.data_parallel_rank)
-            if self._send(engine_index, message):
-                break
+        if self._aborts and request_id in self._aborts:
+            self._send_aborts()  # an engine dies of an id that it still knows
+        engine_index = self._balancer.choose(request_id, request.data_parallel_rank)
+        while not self._send(engine_index, message):
             self.raise_if_failed()
+            engine_index = self._balancer.choose(request_id, request.data_parallel_rank)
         sink.engine_index = engine_index
         self._inflight.add(sink)
         self._balancer.admit(engine_index)
 
-    def drop(self, request_id: str) -> None:
+    def drop(self, sink: Sink) -> None:
         """Forget a request and abort it, if it is still in flight; its sink hears nothing more."""
-        sink = self._inflight.pop(request_id)
-        if sink is not None:
-            self._abort_on_engine(sink)
+        self._inflight.drop(sink)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests: each gets a last output with `FinishReason.ABORT`, the engines are told.
 
         Ids that are not in flight are ignored.
         """
-        for sink in self._inflight.abort(request_ids):
-            self._abort_on_engine(sink)
+        if isinstance(request_ids, str):
+            raise TypeError("request_ids must be several ids, not a string")
+        self._inflight.abort(request_ids)
 
     def abort_all(self) -> None:
         """Abort every request in flight."""
-        self.abort(self._inflight.request_ids)
+        self._inflight.abort(self._inflight.request_ids)
 
-    def _abort_on_engine(self, sink: Sink) -> None:
-        # All that are aborted before the task gets its turn share one message per engine.
-        self._aborts.setdefault(sink.engine_index, []).append(sink.request_id)
+    def _abort_on_engine(self, engine_index: int, request_id: str) -> None:
+        self._aborts.add(engine_index, request_id)
         self._abort_waker.wake()
 
     def _send_aborts(self) -> None:
-        aborts, self._aborts = self._aborts, {}
-        for engine_index, request_ids in aborts.items():
-            if engine_index not in self._dead:
+        for engine_index, request_ids in self._aborts.take().items():
+            if engine_index in self.engine_indices:
                 self._send(engine_index, encode_abort(request_ids))
 
     def _send(self, engine_index: int, message: list[Buffer]) -> bool:
-        """Send to an engine; if it is not there any more, bury it and return False."""
+        """Send to an engine; False if it is not there any more."""
         try:
             self._links.requests.send_nowait([EngineId.of(engine_index), *message])
         except PeerGoneError as error:
-            self._bury(engine_index, "its connection is gone", error)
+            self._lives.lose(engine_index, error)
             return False
         return True
 
@@ -336,73 +343,54 @@ class EngineCoreClient(UtilityMethods):
                 case EngineDead():
                     self._take_farewell()
         except DecodeError as error:
-            self._take_garbage(error)
+            self._lives.take_unreadable(error)
 
     def _take_batch(self, batch: RowBatch) -> None:
-        if batch.has_stats:
-            self._stats[batch.engine_index] = batch
-            if len(self._links.ready_responses) > 1 and (stats := batch.decode_stats()):
-                self._balancer.report(
-                    batch.engine_index, stats.num_running_reqs, stats.num_waiting_reqs
-                )
+        if batch.engine_index in self._lives.dead:
+            return
         self._inflight.take(batch)
+        if batch.has_stats and batch.engine_index in self._lives.living:
+            self._stats[batch.engine_index] = batch
+            if self._stats_listener is not None or len(self._links.ready_responses) > 1:
+                self._take_stats(batch)
 
-    def _take_garbage(self, error: DecodeError) -> None:
-        """A message could not be read: what its engine says next cannot be trusted either."""
-        index = error.engine_index
-        if index is None and len(self.engine_indices) == 1:
-            index = self.engine_indices[0]
-        if index is not None and index not in self._dead:
-            self._bury(index, "it sent a message that cannot be read", error)
-        elif index is None:
-            self._fail(error)
+    def _take_stats(self, batch: RowBatch) -> None:
+        index = batch.engine_index
+        try:
+            stats = batch.decode_stats()
+        except DecodeError as error:
+            # They are for information only: not worth an engine and its requests.
+            _log.warning("%s", error)
+            return
+        if stats is not None:
+            self._balancer.report(index, stats.num_running_reqs, stats.num_waiting_reqs)
+            if self._stats_listener is not None:
+                self._stats_listener(index, stats)
 
     def _take_farewell(self) -> None:
-        """ENGINE_CORE_DEAD does not say who sent it."""
-        if len(self.engine_indices) == 1:
-            self._bury(self.engine_indices[0], "it reported ENGINE_CORE_DEAD")
+        if self._is_lockstep and len(self._lives.living) > 1:
+            self._fail(EngineDeadError(None, REPORTED_DEATH))
         else:
-            self._farewells += 1
-            self._farewell_waker.wake()
+            self._lives.take_farewell()
 
-    # Loss ---------------------------------------------------------------------------------------
-    async def _watch_losses(self) -> None:
-        """Task: bury the engines whose connection is lost."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._watch_farewells)
-            async for engine_index in self._links.losses:
-                self._balancer.remove(engine_index)
-                nursery.start_soon(self._bury_lost, engine_index)
+    # The end ------------------------------------------------------------------------------------
 
-    async def _bury_lost(self, engine_index: int) -> None:
-        await trio.sleep(LOSS_GRACE)
-        reason = "its connection was lost"
-        if self._farewells:
-            self._farewells -= 1
-            reason = REPORTED_DEATH
-        self._bury(engine_index, reason)
+    @property
+    def _is_lockstep(self) -> bool:
+        """Whether no engine can go on without the others."""
+        return self.fleet.data_parallel_size > 1
 
-    async def _watch_farewells(self) -> None:
-        while True:
-            await self._farewell_waker.wait()
-            await trio.sleep(FAREWELL_GRACE)
-            if self._farewells:
-                self._fail(EngineDeadError(None, REPORTED_DEATH))
+    async def _watch_lives(self) -> None:
+        """Task: find out which engines are gone."""
+        await self._lives.watch(self._links.losses)
 
-    def _bury(self, engine_index: int, reason: str, cause: Exception | None = None) -> None:
-        """Make an engine's death known to all who wait for it; the first reason is kept."""
-        if engine_index in self._dead or self._failure is not None:
-            return
-        error = EngineDeadError(engine_index, reason)
-        error.__cause__ = cause
-        _log.error("%s", error)
-        self._dead[engine_index] = error
+    def _bury(self, engine_index: int, error: EngineDeadError) -> None:
+        """Make an engine's death known to all who wait for it."""
         self._balancer.remove(engine_index)
         self._stats.pop(engine_index, None)
         self._inflight.fail_engine(engine_index, error)
         self._utility_calls.fail_engine(engine_index, error)
-        # Engines in lockstep cannot go on without one of them.
-        if not self.engine_indices or self.fleet.data_parallel_size > 1:
+        if not self._lives.living or self._is_lockstep:
             self._fail(error)
 
     def _fail(self, error: EngineCoreError) -> None:
@@ -410,8 +398,7 @@ class EngineCoreClient(UtilityMethods):
         if self._failure is not None:
             return
         self._failure = error
-        for sink in self._inflight.fail_all(error):
-            self._abort_on_engine(sink)
+        self._inflight.fail_all(error)
         self._utility_calls.fail_all(error)
         self._send_aborts()
         self._failed.set()

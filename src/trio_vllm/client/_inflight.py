@@ -8,7 +8,7 @@ switch before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from trio_vllm._errors import DecodeError, DuplicateRequestIdError, EngineCoreError
@@ -22,17 +22,18 @@ from trio_vllm.protocol import (
 
 
 class Sink(Protocol):
-    """Takes the outputs of one request. Its methods must not wait and should not raise."""
+    """Takes the outputs of one request. Its methods must not wait."""
 
     request_id: str
     engine_index: int
     """Set by `EngineCoreClient.submit`."""
 
     def add_tokens(self, token_ids: list[int], timestamp: float, version: str | None) -> None:
-        """Take an output that is nothing but token ids; they are not checked.
+        """Take an output that is nothing but token ids, one at least.
 
-        ``timestamp`` is the engine's monotonic clock, ``version`` that of its weights. `TypeError`, `ValueError` or `OverflowError`
-        if they are no token ids.
+        ``timestamp`` is the engine's monotonic clock, ``version`` that of its weights. The ids are
+        not checked: raise `TypeError`, `ValueError` or `OverflowError` if they are no unsigned
+        32-bit integers, and take none of them then.
         """
         ...
 
@@ -48,10 +49,17 @@ class Sink(Protocol):
 class Inflight:
     """The table of requests in flight."""
 
-    def __init__(self, released: Callable[[int], None]) -> None:
-        """``released`` is called with the engine index of every request that leaves the table."""
+    def __init__(
+        self, *, on_release: Callable[[int], None], on_abort: Callable[[int, str], None]
+    ) -> None:
+        """
+        Args:
+          on_release: A request has left the table; its engine.
+          on_abort: An engine does not know that a request is over; the engine and the request.
+        """
         self._sinks: dict[str, Sink] = {}
-        self._released = released
+        self._on_release = on_release
+        self._on_abort = on_abort
 
     def __len__(self) -> int:
         return len(self._sinks)
@@ -59,42 +67,42 @@ class Inflight:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._sinks
 
+    @property
+    def request_ids(self) -> list[str]:
+        """The ids in flight, oldest first."""
+        return list(self._sinks)
+
     def add(self, sink: Sink) -> None:
         """Take a request in; its sink knows its id and engine."""
         if sink.request_id in self._sinks:
             raise DuplicateRequestIdError(sink.request_id)
         self._sinks[sink.request_id] = sink
 
-    def pop(self, request_id: str) -> Sink | None:
-        """Forget a request; None if it is not in flight."""
-        sink = self._sinks.pop(request_id, None)
-        if sink is not None:
-            self._released(sink.engine_index)
-        return sink
+    # Outputs ------------------------------------------------------------------------------------
 
     def take(self, batch: RowBatch) -> None:
-        """Hand the outputs of a message to their sinks; rows of unknown requests are dropped."""
+        """Hand the outputs of a message to their sinks; rows of unknown requests are dropped.
+
+        Raises `DecodeError` for a row whose request cannot be told.
+        """
         sinks, timestamp, version = self._sinks, batch.timestamp, batch.weight_version
         for row in batch.rows:
             token_ids = plain_token_ids(row)
-            if token_ids is None:
+            # Booleans would pass for token ids. They equal 0 and 1, so these go the long way too.
+            if not token_ids or True in token_ids or False in token_ids:
+                self._take_row(row, batch)
+                continue
+            request_id = row[0]
+            sink = sinks.get(request_id) if type(request_id) is str else None
+            if sink is None:
                 self._take_row(row, batch)
                 continue
             try:
-                sink = sinks.get(row[0])
-                if sink is not None:
-                    sink.add_tokens(token_ids, timestamp, version)
+                sink.add_tokens(token_ids, timestamp, version)
             except (TypeError, ValueError, OverflowError):
                 self._take_row(row, batch)
-        for request_id in batch.finished_requests or ():
-            if request_id in sinks:
-                reason = "lists the request, but it had no last output"
-                self._fail(
-                    request_id,
-                    DecodeError(
-                        "outputs", "finished_requests", reason, batch.engine_index, request_id
-                    ),
-                )
+        if batch.finished_requests:
+            self._take_finished(batch.finished_requests, batch.engine_index)
 
     def _take_row(self, row: object, batch: RowBatch) -> None:
         request_id = row_request_id(row)
@@ -102,45 +110,77 @@ class Inflight:
             return
         try:
             output = batch.decode_row(row)
+            _check_rows(output, batch.engine_index)
         except DecodeError as error:
             if request_id is None:
                 raise
-            self._fail(request_id, error)
+            self._fail(request_id, error, abort=True)
             return
-        sink = self.pop(output.request_id) if output.finished else self._sinks[output.request_id]
-        if sink is not None:
-            sink.add_output(output, batch.timestamp, batch.weight_version)
+        sink = self._sinks[output.request_id]
+        if output.finished:
+            self._remove(sink)
+        sink.add_output(output, batch.timestamp, batch.weight_version)
 
-    def _fail(self, request_id: str, error: EngineCoreError) -> None:
-        if sink := self.pop(request_id):
-            sink.fail(error)
+    def _take_finished(self, request_ids: list[str], engine_index: int) -> None:
+        for request_id in request_ids:
+            if request_id in self._sinks:
+                reason = "lists the request, but it had no last output"
+                error = DecodeError(
+                    "outputs", "finished_requests", reason, engine_index, request_id
+                )
+                self._fail(request_id, error)
 
-    def abort(self, request_ids: Iterable[str]) -> Iterator[Sink]:
+    # Ends ---------------------------------------------------------------------------------------
+
+    def _remove(self, sink: Sink) -> None:
+        del self._sinks[sink.request_id]
+        self._on_release(sink.engine_index)
+
+    def _fail(self, request_id: str, error: EngineCoreError, *, abort: bool = False) -> None:
+        sink = self._sinks[request_id]
+        self._remove(sink)
+        if abort:
+            self._on_abort(sink.engine_index, request_id)
+        sink.fail(error)
+
+    def drop(self, sink: Sink) -> None:
+        """Forget a request, if it is still in flight; its sink hears nothing more."""
+        # Another request may have got the id since.
+        if self._sinks.get(sink.request_id) is sink:
+            self._remove(sink)
+            self._on_abort(sink.engine_index, sink.request_id)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
         """End these requests with a last output of ours, since an engine answers no abort.
 
-        Yields the sinks of those that were in flight: their engines are to be told.
+        Ids that are not in flight are ignored.
         """
         for request_id in request_ids:
-            if sink := self.pop(request_id):
+            if sink := self._sinks.get(request_id):
+                self.drop(sink)
                 output = EngineCoreOutput(request_id, finish_reason=FinishReason.ABORT)
                 sink.add_output(output, 0.0, None)
-                yield sink
 
     def fail_engine(self, engine_index: int, error: EngineCoreError) -> None:
-        """End all requests of one engine."""
-        for request_id in [
-            s.request_id for s in self._sinks.values() if s.engine_index == engine_index
-        ]:
-            self._fail(request_id, error)
+        """End all requests of one engine, which is gone."""
+        for sink in list(self._sinks.values()):
+            if sink.engine_index == engine_index:
+                self._fail(sink.request_id, error)
 
-    def fail_all(self, error: EngineCoreError) -> list[Sink]:
-        """End all requests; gives their sinks."""
-        sinks = list(self._sinks.values())
-        for sink in sinks:
-            self._fail(sink.request_id, error)
-        return sinks
+    def fail_all(self, error: EngineCoreError) -> None:
+        """End all requests; their engines are to be told."""
+        for request_id in self.request_ids:
+            self._fail(request_id, error, abort=True)
 
-    @property
-    def request_ids(self) -> list[str]:
-        """The ids in flight, oldest first."""
-        return list(self._sinks)
+
+def _check_rows(output: EngineCoreOutput, engine_index: int) -> None:
+    """What describes the new tokens must have a row for each."""
+    count = len(output.new_token_ids)
+    logprobs, mask = output.new_logprobs, output.new_sampling_mask
+    for field, rows in (
+        ("new_logprobs", count if logprobs is None else len(logprobs)),
+        ("new_sampling_mask", count if mask is None else len(mask.rows)),
+    ):
+        if rows != count:
+            reason = f"has {rows} rows for {count} tokens"
+            raise DecodeError("an output", f".{field}", reason, engine_index, output.request_id)

@@ -118,8 +118,4 @@ class EngineFleet:
 
     def limits(self, *, vocab_size: int | None) -> RequestLimits:
         """What a request must keep to."""
-        return RequestLimits(
-            max_model_len=self.max_model_len,
-            vocab_size=vocab_size,
-            supports_lora=self.supports_lora,
-        )
+        return RequestLimits.of(self._all, vocab_size=vocab_size)

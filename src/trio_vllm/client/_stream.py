@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 
 import attrs
@@ -70,8 +71,7 @@ class OutputStream:
 
     def add_tokens(self, token_ids: list[int], timestamp: float, version: str | None) -> None:
         """See `Sink`."""
-        if set(map(type, token_ids)) != {int} or min(token_ids) < 0:
-            raise ValueError("these are no token ids")
+        array("I").fromlist(token_ids)
         self.add_output(EngineCoreOutput(self.request_id, token_ids), timestamp, version)
 
     def add_output(self, output: EngineCoreOutput, timestamp: float, version: str | None) -> None:

@@ -25,6 +25,8 @@ class UtilityCall:
     failures: dict[int, str] = attrs.field(factory=dict)
     error: EngineCoreError | None = None
     """The first reason, of ours, why an engine will not answer."""
+    given_up: EngineCoreError | None = None
+    """Why no engine will answer any more."""
     waker: Waker = attrs.field(factory=Waker)
 
     async def wait(self) -> dict[int, Any]:
@@ -33,6 +35,8 @@ class UtilityCall:
             await self.waker.wait()
         if not self.failures:
             return dict(sorted(self.results.items()))
+        if self.given_up is not None:
+            raise fresh(self.given_up)
         if self.error is not None and not self.results and len(self.failures) == 1:
             raise fresh(self.error)
         raise UtilityCallFailedError(
@@ -90,4 +94,6 @@ class UtilityCalls:
         """No engine will answer any call any more."""
         for call in self._calls.values():
             for engine_index in list(call.missing):
-                self.fail_engine(engine_index, error)
+                call.given_up = error
+                call.failures[engine_index] = str(error)
+                call.settle(engine_index)

@@ -1,6 +1,7 @@
 """The facade: prompts in, completions out."""
 
-from trio_vllm.llm._llm import GenerateStream, Llm, open_llm
+from trio_vllm.llm._generation import GenerateStream
+from trio_vllm.llm._llm import Llm, open_llm
 from trio_vllm.llm._output import (
     CompletionOutput,
     EncodeOutput,

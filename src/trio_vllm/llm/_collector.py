@@ -8,7 +8,7 @@ and its tokens four each, and an output that nobody waits for costs three list o
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -23,6 +23,7 @@ from trio_vllm.protocol import (
     EngineCoreRequest,
     EngineCoreSamplingParams,
     Logprobs,
+    Tensor,
 )
 
 T = TypeVar("T")
@@ -35,12 +36,14 @@ class Collector:
         "_arrival_time",
         "_cached_tokens",
         "_clock",
+        "_end_time",
         "_events",
         "_first_token_time",
         "_interval",
+        "_is_last_taken",
         "_last",
-        "_logprob_columns",
-        "_prompt_logprob_columns",
+        "_params",
+        "_pooled",
         "_prompt_tokens",
         "_rich",
         "_spans",
@@ -65,7 +68,6 @@ class Collector:
         interval: int,
     ) -> None:
         """Wake ``waker`` when ``interval`` tokens are there to be taken; 0 is at the end only."""
-        params = request.sampling_params or EngineCoreSamplingParams()
         self.request_id = request.request_id
         self.index = index
         self.engine_index = -1
@@ -74,44 +76,57 @@ class Collector:
         self._clock = clock
         self._interval = interval
         self._arrival_time = request.arrival_time
-        self._prompt_tokens = len(request.prompt_token_ids or ())
-        self._logprob_columns = _columns(params.logprobs, params.logprob_token_ids)
-        self._prompt_logprob_columns = _columns(params.prompt_logprobs, None)
+        self._params = request.sampling_params
+        prompt = request.prompt_token_ids
+        self._prompt_tokens = 0 if prompt is None else len(prompt)
         # Unbounded on purpose: one pump serves all requests and must not wait for one slow reader.
         # What piles up is at most max_tokens tokens of this request.
         self._token_ids = array("I")
         self._times = array("d")  # the engine's clock, one for each output with tokens
-        self._rich: list[EngineCoreOutput] = []
-        self._last: EngineCoreOutput | None = None
+        self._rich: list[EngineCoreOutput] = []  # those that carry more, until they are taken
+        self._pooled: Tensor | None = None
         self._events: list[EngineCoreEvent] = []
         self._cached_tokens: int | None = None
+        self._last: EngineCoreOutput | None = None
+        self._is_last_taken = False
         self._taken = 0  # tokens delivered before
         self._first_token_time: float | None = None
+        self._end_time: float | None = None
         self._version: str | None = None
-        self._spans: list[tuple[int, str | None]] = []
+        self._spans: list[tuple[int, str]] = []
 
     # Sink ---------------------------------------------------------------------------------------
 
     def add_tokens(self, token_ids: list[int], timestamp: float, version: str | None) -> None:
         """See `Sink`."""
-        self._token_ids.extend(token_ids)  # checks each one
-        self._times.append(timestamp)
-        if version != self._version:
-            self._change_version(version, len(token_ids))
-        if self._interval or self._first_token_time is None:
-            self._note_progress()
+        self._token_ids.fromlist(token_ids)  # all or none
+        if timestamp:  # 0 is none
+            self._times.append(timestamp)
+        if version != self._version and version is not None:
+            self._version = version
+            self._spans.append((self.token_count - len(token_ids), version))
+        if self._first_token_time is None:
+            self._first_token_time = self._clock()
+            if self._interval:
+                self._waker.wake()
+        elif self._interval and len(self._token_ids) >= self._interval:
+            self._waker.wake()
 
     def add_output(self, output: EngineCoreOutput, timestamp: float, version: str | None) -> None:
         """See `Sink`."""
         if output.new_token_ids:
             self.add_tokens(output.new_token_ids, timestamp, version)
-        self._rich.append(output)
+        if _carries_more(output):
+            self._rich.append(output)
+        if output.pooling_output is not None:
+            self._pooled = output.pooling_output
         if output.events:
             self._events += output.events
         if output.prefill_stats is not None:
             self._cached_tokens = output.prefill_stats.num_cached_tokens
         if output.finished:
             self._last = output
+            self._end_time = self._clock()
             self._waker.wake()
 
     def fail(self, error: EngineCoreError) -> None:
@@ -119,16 +134,8 @@ class Collector:
         self.error = error
         self._waker.wake()
 
-    def _note_progress(self) -> None:
-        first = self._first_token_time is None
-        if first:
-            self._first_token_time = self._clock()
-        if self._interval and (first or len(self._token_ids) >= self._interval):
-            self._waker.wake()
-
-    def _change_version(self, version: str | None, new_tokens: int) -> None:
-        self._version = version
-        self._spans.append((self._taken + len(self._token_ids) - new_tokens, version))
+    def leave(self) -> None:
+        """The caller has no further interest."""
 
     # Taking -------------------------------------------------------------------------------------
 
@@ -138,10 +145,15 @@ class Collector:
         return self._last is not None
 
     @property
+    def token_count(self) -> int:
+        """Tokens so far, taken or not."""
+        return self._taken + len(self._token_ids)
+
+    @property
     def is_due(self) -> bool:
         """Whether a delivery is wanted now: the first token, enough tokens, or the end."""
         if self._last is not None:
-            return bool(self._rich)
+            return not self._is_last_taken
         count = len(self._token_ids)
         if not self._interval or not count:
             return False
@@ -149,30 +161,42 @@ class Collector:
 
     def take(self) -> CompletionOutput:
         """What came since the last call; with the last output also what is known of the whole."""
-        rich, self._rich = self._rich, []
         token_ids = self._token_ids.tolist()
         del self._token_ids[:]
         self._taken += len(token_ids)
         completion = CompletionOutput(
             index=self.index,
+            engine_request_id=self.request_id,
+            engine_index=self.engine_index,
             token_ids=token_ids,
-            logprobs=_joined([o.new_logprobs for o in rich], self._logprob_columns),
-            prompt_logprobs=_joined(
-                [o.new_prompt_logprobs_tensors for o in rich], self._prompt_logprob_columns
-            ),
-            prompt_token_id_logprobs=_concatenated([o.prompt_token_id_logprobs for o in rich]),
-            sampling_masks=tuple(_present([o.new_sampling_mask for o in rich])),
-            routed_experts=_concatenated([o.routed_experts for o in rich]),
-            num_nans_in_logits=sum(o.num_nans_in_logits for o in rich),
         )
+        if self._rich:
+            self._describe_tokens(completion)
         if self._last is not None:
+            self._is_last_taken = True
             self._describe_whole(completion, self._last)
         return completion
 
-    def take_pooled(self) -> tuple[Array | None, CompletionOutput]:
-        """The pooled prompt, if there is one, and the rest of its output."""
-        pooled = self._last.pooling_output if self._last is not None else None
-        return None if pooled is None else pooled.numpy(), self.take()
+    @property
+    def pooled(self) -> Array | None:
+        """The pooled prompt, if there is one."""
+        return None if self._pooled is None else self._pooled.numpy()
+
+    def _describe_tokens(self, completion: CompletionOutput) -> None:
+        rich, self._rich = self._rich, []
+        params = self._params or EngineCoreSamplingParams()
+        completion.logprobs = _joined(
+            [o.new_logprobs for o in rich], _columns(params.logprobs, params.logprob_token_ids)
+        )
+        completion.prompt_logprobs = _joined(
+            [o.new_prompt_logprobs_tensors for o in rich], _columns(params.prompt_logprobs, None)
+        )
+        completion.prompt_token_id_logprobs = _concatenated(
+            [o.prompt_token_id_logprobs for o in rich]
+        )
+        completion.sampling_masks = tuple(_present([o.new_sampling_mask for o in rich]))
+        completion.routed_experts = _concatenated([o.routed_experts for o in rich])
+        completion.num_nans_in_logits = sum(o.num_nans_in_logits for o in rich)
 
     def _describe_whole(self, completion: CompletionOutput, last: EngineCoreOutput) -> None:
         completion.finish_reason = last.finish_reason
@@ -184,18 +208,27 @@ class Collector:
         completion.ec_transfer_params = last.ec_transfer_params
         completion.trace_headers = last.trace_headers
         completion.weight_versions = self._weight_versions()
-        completion.usage = Usage(
+        completion.usage = self._usage()
+        completion.timings = self._timings()
+
+    def _usage(self) -> Usage:
+        cached = _remotely_cached_tokens(self._params)
+        return Usage(
             prompt_tokens=self._prompt_tokens,
-            output_tokens=self._taken,
-            cached_tokens=self._cached_tokens,
+            output_tokens=self.token_count,
+            cached_tokens=(
+                self._cached_tokens if cached is None else min(max(cached, 0), self._prompt_tokens)
+            ),
         )
-        first = self._first_token_time
-        completion.timings = RequestTimings.compute(
-            e2e_latency=self._clock() - self._arrival_time,
+
+    def _timings(self) -> RequestTimings:
+        first, end = self._first_token_time, self._end_time
+        return RequestTimings.compute(
+            e2e_latency=(self._clock() if end is None else end) - self._arrival_time,
             time_to_first_token=None if first is None else first - self._arrival_time,
             events=self._events,
             token_times=self._times.tolist(),
-            output_tokens=self._taken,
+            output_tokens=self.token_count,
         )
 
     def _weight_versions(self) -> tuple[WeightVersionSpan, ...]:
@@ -203,8 +236,34 @@ class Collector:
         return tuple(
             WeightVersionSpan(start=start, end=end, version=version)
             for (start, version), end in zip(self._spans, ends, strict=False)
-            if version is not None
         )
+
+
+def _carries_more(output: EngineCoreOutput) -> bool:
+    """Whether an output has something for its tokens' delivery besides their ids."""
+    return (
+        output.new_logprobs is not None
+        or output.new_prompt_logprobs_tensors is not None
+        or output.prompt_token_id_logprobs is not None
+        or output.new_sampling_mask is not None
+        or output.routed_experts is not None
+        or output.num_nans_in_logits > 0
+    )
+
+
+def _remotely_cached_tokens(params: EngineCoreSamplingParams | None) -> int | None:
+    """What another engine, which did the prefill, had of the prompt in its cache.
+
+    To the engine that gets the prompt from there all of it looks cached. See ``RequestState`` in
+    ``vllm/v1/engine/output_processor.py``.
+    """
+    if params is None or params.extra_args is None:
+        return None
+    transfer = params.extra_args.get("kv_transfer_params")
+    if not isinstance(transfer, Mapping) or not transfer.get("do_remote_prefill"):
+        return None
+    cached = transfer.get("remote_prefill_cached_tokens")
+    return cached if type(cached) is int else None
 
 
 def _columns(count: int | None, token_ids: Sequence[int] | None) -> int | None:

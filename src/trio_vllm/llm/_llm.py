@@ -6,101 +6,58 @@ for several completions of one prompt, ``vllm/v1/engine/parallel_sampling.py``.
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
 
-import attrs
 import trio
 
-from trio_vllm._errors import InvalidFieldError, fresh
+from trio_vllm._background import running
 from trio_vllm.client import Bootstrapped, EngineCoreClient, HandshakeOwner, Waker, open_client
 from trio_vllm.llm._collector import Collector
-from trio_vllm.llm._output import CompletionOutput, EncodeOutput, GenerateOutput
+from trio_vllm.llm._generation import GenerateStream, Generation
+from trio_vllm.llm._lowering import Identity, lower_encode, lower_generate
+from trio_vllm.llm._observed import ObservedCollector
+from trio_vllm.llm._observer import Observer
+from trio_vllm.llm._output import EncodeOutput, GenerateOutput
 from trio_vllm.llm._request import EncodeRequest, GenerateRequest, PromptRequest
-from trio_vllm.protocol import EngineCoreRequest, EngineCoreSamplingParams
+from trio_vllm.llm._stats_line import StatsLine
+from trio_vllm.protocol import EngineCoreRequest, SchedulerStats
 
 FINAL_ONLY = 0
 """The delivery interval of a request that is waited for to its end."""
 
 
-class _Generation:
-    """The engine requests of one caller's request, which share a waker."""
-
-    def __init__(self, collectors: list[Collector], waker: Waker) -> None:
-        self.collectors = collectors
-        self._waker = waker
-
-    async def wait_due(self) -> Collector | None:
-        """Wait until some completion has a delivery; None when all have ended."""
-        while True:
-            if due := next((c for c in self.collectors if c.is_due), None):
-                return due
-            self._raise_error()
-            if all(collector.finished for collector in self.collectors):
-                return None
-            await self._waker.wait()
-
-    async def wait_finished(self) -> None:
-        """Wait for the ends of all completions."""
-        while not all(collector.finished for collector in self.collectors):
-            self._raise_error()
-            await self._waker.wait()
-
-    def _raise_error(self) -> None:
-        for collector in self.collectors:
-            if collector.error is not None:
-                raise fresh(collector.error)
-
-
-class GenerateStream:
-    """An asynchronous iterator over what is new of a prompt's completions; see `Llm.stream`.
-
-    A caller who is slower than the engine gets several tokens at once. One task at a time may
-    iterate.
-    """
-
-    def __init__(self, request_id: str, generation: _Generation) -> None:
-        self.request_id = request_id
-        """The caller's id."""
-        self._generation = generation
-
-    def __aiter__(self) -> GenerateStream:
-        return self
-
-    async def __anext__(self) -> CompletionOutput:
-        """Wait for the next delivery.
-
-        Raises:
-          EngineDeadError: The engine died, or its connection was lost.
-          DecodeError: An output of this request could not be read.
-          ClientClosedError: The client was closed.
-          trio.BusyResourceError: Another task is iterating.
-
-        Cancellation:
-          Loses nothing; what came in the meantime is part of the next delivery.
-        """
-        await trio.lowlevel.checkpoint_if_cancelled()
-        collector = await self._generation.wait_due()
-        await trio.lowlevel.cancel_shielded_checkpoint()
-        if collector is None:
-            raise StopAsyncIteration
-        return collector.take()
-
-
 class Llm:
     """Token in, token out; made by `open_llm`, or over a client of your own."""
 
-    def __init__(self, client: EngineCoreClient, *, randomize_request_ids: bool = True) -> None:
+    def __init__(
+        self,
+        client: EngineCoreClient,
+        *,
+        randomize_request_ids: bool = True,
+        observers: Sequence[Observer] = (),
+    ) -> None:
         """With ``randomize_request_ids`` engines see ``{request_id}-{8 hex}``.
 
         Without it they see the caller's ids as they are, which then must be unique.
         """
         self.client = client
         self._randomize = randomize_request_ids
-        self._internal_ids: dict[str, set[str]] = {}
+        self._observers = observers
+        self._clock = time.time
+        # By the caller's id; several requests may share it.
+        self._generations: dict[str, list[Generation]] = {}
+        if observers:
+            for observer in observers:
+                observer.start(client.engine_indices, client.max_model_len)
+            client.on_scheduler_stats(self._tell_stats)
+
+    def _tell_stats(self, engine_index: int, stats: SchedulerStats) -> None:
+        for observer in self._observers:
+            observer.scheduler_stats(engine_index, stats)
 
     async def generate(self, request: GenerateRequest) -> GenerateOutput:
         """Complete a prompt and wait for the end.
@@ -118,11 +75,11 @@ class Llm:
         Cancellation:
           Aborts the request.
         """
-        external_id, children = self._children(request)
-        with self._submitted(external_id, children, FINAL_ONLY) as generation:
-            await generation.wait_finished()
+        identity, children = self._lower_generate(request)
+        with self._submitted(identity, children, FINAL_ONLY) as generation:
+            await generation.wait_ended()
             return GenerateOutput(
-                request_id=external_id,
+                request_id=identity.external_id,
                 prompt_token_ids=list(request.prompt_token_ids),
                 completions=[collector.take() for collector in generation.collectors],
             )
@@ -135,23 +92,22 @@ class Llm:
         Leaving the block early, for whatever reason, aborts the request. Entering raises what
         `generate` raises before anything was sent, iterating the rest.
         """
-        external_id, children = self._children(request)
+        identity, children = self._lower_generate(request)
         interval = request.sampling_params.stream_interval or 1
-        with self._submitted(external_id, children, interval) as generation:
-            yield GenerateStream(external_id, generation)
+        with self._submitted(identity, children, interval) as generation:
+            yield GenerateStream(identity.external_id, generation)
 
     async def encode(self, request: EncodeRequest) -> EncodeOutput:
         """Pool a prompt. Raises and is cancelled as `generate`."""
-        external_id = self._external_id(request)
-        child = self._engine_request(request, external_id, pooling_params=request.pooling_params)
-        with self._submitted(external_id, [child], FINAL_ONLY) as generation:
-            await generation.wait_finished()
-            data, completion = generation.collectors[0].take_pooled()
+        identity = self._identify(request)
+        with self._submitted(identity, [lower_encode(request, identity)], FINAL_ONLY) as generation:
+            await generation.wait_ended()
+            (collector,) = generation.collectors
             return EncodeOutput(
-                request_id=external_id,
+                request_id=identity.external_id,
                 prompt_token_ids=list(request.prompt_token_ids),
-                data=data,
-                completion=completion,
+                data=collector.pooled,
+                completion=collector.take(),
             )
 
     def abort(self, request_ids: Iterable[str] = ()) -> None:
@@ -160,9 +116,11 @@ class Llm:
         Unknown and finished ids are ignored. Without ids, everything in flight is aborted. Whoever
         waits gets what there is, with `FinishReason.ABORT`.
         """
-        external_ids = list(request_ids) or list(self._internal_ids)
-        for external_id in external_ids:
-            self.client.abort(list(self._internal_ids.get(external_id, ())))
+        if isinstance(request_ids, str):
+            raise TypeError("request_ids must be several ids, not a string")
+        for external_id in list(request_ids) or list(self._generations):
+            for generation in self._generations.get(external_id, ()):
+                self.client.abort([c.request_id for c in generation.collectors])
 
     async def shutdown(self) -> None:
         """Abort everything and close the client; idempotent. Later calls raise `ClientClosedError`."""
@@ -172,88 +130,63 @@ class Llm:
 
     # From the caller's request to the engines' ----------------------------------------------------
 
-    def _external_id(self, request: PromptRequest) -> str:
-        return uuid.uuid4().hex if request.request_id is None else request.request_id
-
-    def _children(self, request: GenerateRequest) -> tuple[str, list[EngineCoreRequest]]:
-        """The caller's id, and one engine request per completion."""
-        external_id = self._external_id(request)
-        params = self._completed(request, external_id)
-        parent = self._engine_request(
-            request,
+    def _identify(self, request: PromptRequest) -> Identity:
+        external_id = uuid.uuid4().hex if request.request_id is None else request.request_id
+        return Identity(
             external_id,
-            sampling_params=params,
-            reasoning_ended=request.reasoning_ended,
-            reasoning_parser_kwargs=request.reasoning_parser_kwargs,
+            f"{external_id}-{uuid.uuid4().hex[:8]}" if self._randomize else external_id,
+            self._clock() if request.arrival_time is None else request.arrival_time,
         )
-        if params.n == 1:
-            return external_id, [parent]
-        return external_id, [
-            attrs.evolve(
-                parent,
-                request_id=f"{index}_{parent.request_id}",
-                sampling_params=attrs.evolve(
-                    params, n=1, seed=None if params.seed is None else params.seed + index
-                ),
-            )
-            for index in range(params.n)
-        ]
 
-    def _completed(self, request: GenerateRequest, external_id: str) -> EngineCoreSamplingParams:
-        """The sampling parameters, with a number for ``max_tokens``."""
-        params = request.sampling_params
-        if type(params.n) is not int or params.n < 1:
-            raise InvalidFieldError(external_id, "sampling_params.n", "must be 1 or more")
-        if params.max_tokens is not None:
-            return params
-        room = self.client.max_model_len - len(request.prompt_token_ids)
-        return attrs.evolve(params, max_tokens=max(room, 1))
-
-    def _engine_request(
-        self, request: PromptRequest, external_id: str, **fields: Any
-    ) -> EngineCoreRequest:
-        internal_id = f"{external_id}-{uuid.uuid4().hex[:8]}" if self._randomize else external_id
-        arrival = request.arrival_time
-        return EngineCoreRequest(
-            request_id=internal_id,
-            external_req_id=external_id,
-            prompt_token_ids=request.prompt_token_ids,
-            mm_features=request.mm_features,
-            arrival_time=time.time() if arrival is None else arrival,
-            lora_request=request.lora_request,
-            cache_salt=request.cache_salt,
-            trace_headers=request.trace_headers,
-            priority=request.priority,
-            data_parallel_rank=request.data_parallel_rank,
-            session_id=request.session_id,
-            kv_hints=request.kv_hints,
-            **fields,
-        )
+    def _lower_generate(self, request: GenerateRequest) -> tuple[Identity, list[EngineCoreRequest]]:
+        identity = self._identify(request)
+        return identity, lower_generate(request, identity, self.client.max_model_len)
 
     @contextmanager
     def _submitted(
-        self, external_id: str, children: list[EngineCoreRequest], interval: int
-    ) -> Iterator[_Generation]:
+        self, identity: Identity, children: list[EngineCoreRequest], interval: int
+    ) -> Iterator[Generation]:
         """Send the engine requests; at the end abort those that have not ended."""
         waker = Waker()
-        collectors = [
-            Collector(child, index, waker, time.time, interval=interval)
-            for index, child in enumerate(children)
-        ]
-        internal_ids = self._internal_ids.setdefault(external_id, set())
-        submitted: list[str] = []
+        generation = Generation(
+            [
+                self._collector(child, index, waker, interval)
+                for index, child in enumerate(children)
+            ],
+            waker,
+        )
+        submitted: list[Collector] = []
+        generations = self._generations.setdefault(identity.external_id, [])
+        generations.append(generation)
         try:
-            for child, collector in zip(children, collectors, strict=True):
+            for child, collector in zip(children, generation.collectors, strict=True):
                 self.client.submit(child, collector)
-                internal_ids.add(child.request_id)
-                submitted.append(child.request_id)
-            yield _Generation(collectors, waker)
+                submitted.append(collector)
+            yield generation
         finally:
-            for internal_id in submitted:
-                self.client.drop(internal_id)
-            internal_ids.difference_update(submitted)
-            if not internal_ids:
-                self._internal_ids.pop(external_id, None)
+            for collector in submitted:
+                self.client.drop(collector)
+            generations.remove(generation)
+            if not generations:
+                del self._generations[identity.external_id]
+            if self._observers and submitted:
+                self._tell_end(submitted)
+
+    def _collector(
+        self, request: EngineCoreRequest, index: int, waker: Waker, interval: int
+    ) -> Collector:
+        if not self._observers:
+            return Collector(request, index, waker, self._clock, interval=interval)
+        return ObservedCollector(
+            request, index, waker, self._clock, interval=interval, observers=self._observers
+        )
+
+    def _tell_end(self, collectors: list[Collector]) -> None:
+        for collector in collectors:
+            collector.leave()
+        longest = max(collector.token_count for collector in collectors)
+        for observer in self._observers:
+            observer.request_over(collectors[-1].engine_index, len(collectors), longest)
 
 
 @asynccontextmanager
@@ -264,12 +197,26 @@ async def open_llm(
     client_index: int = 0,
     vocab_size: int | None = None,
     structured_outputs_backend: str = "xgrammar",
+    metrics: Observer | None = None,
+    stats_interval: float = math.inf,
 ) -> AsyncIterator[Llm]:
-    """Connect to engine cores; the block's value generates. See `Llm` and `open_client`."""
+    """Connect to engine cores; the block's value generates. See `Llm` and `open_client`.
+
+    Args:
+      metrics: Counts what happens, such as `trio_vllm.llm.metrics.LlmMetrics`.
+      stats_interval: Seconds between two log lines about throughput and load.
+    """
+    observers = [] if metrics is None else [metrics]
     async with open_client(
         mode,
         client_index=client_index,
         vocab_size=vocab_size,
         structured_outputs_backend=structured_outputs_backend,
     ) as client:
-        yield Llm(client, randomize_request_ids=randomize_request_ids)
+        if stats_interval == math.inf:
+            yield Llm(client, randomize_request_ids=randomize_request_ids, observers=observers)
+            return
+        line = StatsLine(stats_interval)
+        observers.append(line)
+        async with running(line.run):
+            yield Llm(client, randomize_request_ids=randomize_request_ids, observers=observers)

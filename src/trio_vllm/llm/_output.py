@@ -109,6 +109,10 @@ class CompletionOutput:
 
     index: int
     """Which of the ``n`` completions."""
+    engine_request_id: str
+    """The id that the engine knows it by."""
+    engine_index: int
+    """The engine that makes it."""
     token_ids: list[int]
     logprobs: Logprobs | None = None
     """One row per token id, cut to the number asked for."""

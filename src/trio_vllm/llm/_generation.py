@@ -1,0 +1,82 @@
+"""Waiting for the completions of one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import trio
+
+from trio_vllm._errors import fresh
+from trio_vllm.client import Waker
+from trio_vllm.llm._collector import Collector
+from trio_vllm.llm._output import CompletionOutput
+
+
+class Generation:
+    """The engine requests of one caller's request, which share a waker. One task may wait."""
+
+    def __init__(self, collectors: Sequence[Collector], waker: Waker) -> None:
+        self.collectors = collectors
+        self._waker = waker
+
+    async def wait_due(self) -> Collector | None:
+        """Wait until some completion has a delivery; None when all have ended."""
+        if self._is_news():
+            await trio.lowlevel.checkpoint()
+        while True:
+            if due := next((c for c in self.collectors if c.is_due), None):
+                return due
+            self._raise_error()
+            if self._has_ended():
+                return None
+            await self._waker.wait()
+
+    async def wait_ended(self) -> None:
+        """Wait for the ends of all completions, of which there has been none yet."""
+        while not self._has_ended():
+            self._raise_error()
+            await self._waker.wait()
+
+    def _is_news(self) -> bool:
+        return self._has_ended() or any(c.is_due or c.error is not None for c in self.collectors)
+
+    def _has_ended(self) -> bool:
+        return all(collector.finished for collector in self.collectors)
+
+    def _raise_error(self) -> None:
+        for collector in self.collectors:
+            if collector.error is not None:
+                raise fresh(collector.error)
+
+
+class GenerateStream:
+    """An asynchronous iterator over what is new of a prompt's completions; see `Llm.stream`.
+
+    A caller who is slower than the engine gets several tokens at once. One task at a time may
+    iterate.
+    """
+
+    def __init__(self, request_id: str, generation: Generation) -> None:
+        self.request_id = request_id
+        """The caller's id."""
+        self._generation = generation
+
+    def __aiter__(self) -> GenerateStream:
+        return self
+
+    async def __anext__(self) -> CompletionOutput:
+        """Wait for the next delivery.
+
+        Raises:
+          EngineDeadError: The engine died, or its connection was lost.
+          DecodeError: An output of this request could not be read.
+          ClientClosedError: The client was closed.
+          trio.BusyResourceError: Another task is iterating.
+
+        Cancellation:
+          Loses nothing; what came in the meantime is part of the next delivery.
+        """
+        collector = await self._generation.wait_due()
+        if collector is None:
+            raise StopAsyncIteration
+        return collector.take()
