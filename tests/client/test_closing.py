@@ -1,0 +1,182 @@
+"""After its block nothing of a client runs; until then each waiter learns why it waits no longer."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+import trio
+from tests.client.world import make_output, make_request, open_world
+from trio.testing import MockClock, assert_checkpoints, wait_all_tasks_blocked
+
+from trio_vllm._errors import ClientClosedError, EngineDeadError, InternalError
+from trio_vllm.client import EngineCoreClient, OutputStream
+from trio_vllm.protocol import FinishReason
+
+
+async def test_leaving_the_block_aborts_what_is_in_flight_at_once() -> None:
+    streams = [OutputStream(f"r{number}") for number in range(3)]
+    async with open_world(2) as world:
+        for stream in streams:
+            world.client.submit(make_request(stream.request_id), stream)
+        for engine in world.engines:
+            engine.received()
+
+    assert [[["r0", "r2"]], [["r1"]]] == [engine.aborts() for engine in world.engines]
+    world.assert_tidy()
+    for stream in streams:
+        with pytest.raises(ClientClosedError):
+            await anext(stream)
+
+
+async def test_what_came_before_the_end_is_delivered_first() -> None:
+    async with open_world() as world:
+        stream = OutputStream("r")
+        world.client.submit(make_request(), stream)
+        await world.engine.emit("r", [7])
+
+    assert [7] == (await anext(stream)).output.new_token_ids
+    with pytest.raises(ClientClosedError):
+        await anext(stream)
+
+
+async def test_a_finished_stream_ends_as_ever() -> None:
+    async with open_world() as world:
+        stream = OutputStream("r")
+        world.client.submit(make_request(), stream)
+        await world.engine.emit("r", [7], FinishReason.LENGTH)
+
+    assert [[7]] == [item.output.new_token_ids async for item in stream]
+
+
+USES: dict[str, Callable[[EngineCoreClient], Awaitable[object]]] = {}
+
+
+def use(
+    function: Callable[[EngineCoreClient], Awaitable[object]],
+) -> Callable[[EngineCoreClient], Awaitable[object]]:
+    USES[function.__name__] = function
+    return function
+
+
+@use
+async def call(client: EngineCoreClient) -> None:
+    async with client.call(make_request()):
+        raise AssertionError("it was sent")
+
+
+@use
+async def submit(client: EngineCoreClient) -> None:
+    client.submit(make_request(), OutputStream("r"))
+
+
+@use
+async def call_utility(client: EngineCoreClient) -> None:
+    await client.call_utility("is_sleeping")
+
+
+@use
+async def raise_if_failed(client: EngineCoreClient) -> None:
+    client.raise_if_failed()
+
+
+@pytest.mark.parametrize("function", USES.values(), ids=USES)
+async def test_use_after_the_block(
+    function: Callable[[EngineCoreClient], Awaitable[object]],
+) -> None:
+    async with open_world() as world:
+        pass
+
+    with pytest.raises(ClientClosedError, match="the client is closed"):
+        await function(world.client)
+    assert [] == world.engine.received()
+
+
+async def test_what_can_still_be_asked_after_the_block() -> None:
+    async with open_world() as world:
+        await world.engine.report(running=3)
+    client = world.client
+
+    assert 3 == client.scheduler_stats()[0].num_running_reqs
+    assert not client.is_healthy
+    assert isinstance(client.failure, ClientClosedError)
+    assert isinstance(await client.wait_failed(), ClientClosedError)
+    client.abort(["r"])
+    client.abort_all()
+    client.drop(OutputStream("r"))
+    client.close()
+
+
+async def test_closing_twice_is_closing_once() -> None:
+    async with open_world() as world:
+        world.client.close()
+        first = world.client.failure
+        world.client.close()
+
+        assert first is world.client.failure
+
+
+async def test_a_close_inside_the_block_ends_waiters() -> None:
+    async with open_world() as world:
+        async with world.client.call(make_request()) as stream:
+            async with trio.open_nursery() as nursery:
+
+                @nursery.start_soon
+                async def wait_for_output() -> None:
+                    with pytest.raises(ClientClosedError):
+                        await anext(stream)
+
+                @nursery.start_soon
+                async def wait_for_failure() -> None:
+                    with assert_checkpoints():
+                        assert isinstance(await world.client.wait_failed(), ClientClosedError)
+
+                await wait_all_tasks_blocked()
+                world.client.close()
+        await wait_all_tasks_blocked()
+        assert [["r"]] == world.engine.aborts()
+
+
+async def test_the_first_cause_is_kept(autojump_clock: MockClock) -> None:
+    async with open_world() as world:
+        await world.engine.die()
+        await trio.sleep(1)
+        world.client.close()
+
+        assert isinstance(world.client.failure, EngineDeadError)
+        with pytest.raises(EngineDeadError):
+            world.client.raise_if_failed()
+
+
+async def test_what_the_block_raises_comes_out_as_it_is() -> None:
+    error = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError) as caught:
+        async with open_world() as world:
+            world.client.submit(make_request(), OutputStream("r"))
+            raise error
+
+    assert caught.value is error
+    assert 1 == len(world.engine.requests())
+
+
+async def test_a_dead_engine_does_not_disturb_the_block(autojump_clock: MockClock) -> None:
+    async with open_world() as world:
+        await world.engine.die()
+        await trio.sleep(10)
+        reached = True
+
+    assert reached
+
+
+async def test_a_bug_in_a_task_surfaces_once_as_such() -> None:
+    class Broken(OutputStream):
+        def add_tokens(self, token_ids: list[int], timestamp: float, version: str | None) -> None:
+            raise LookupError("a bug")
+
+    with pytest.raises(InternalError) as caught:
+        async with open_world() as world:
+            world.client.submit(make_request(), Broken("r"))
+            await world.engine.send(make_output([7]))
+            await trio.sleep_forever()
+
+    assert isinstance(caught.value.__cause__, LookupError)

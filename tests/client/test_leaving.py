@@ -1,0 +1,183 @@
+"""Leaving is aborting: the engine is told, in grouped messages, and nothing stays in any table."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+import pytest
+import trio
+from tests.client.world import make_output, make_request, open_world
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from trio_vllm.client import OutputStream
+from trio_vllm.protocol import AbortRequests, EngineCoreRequest, FinishReason
+
+
+async def test_breaking_out_aborts() -> None:
+    async with open_world() as world:
+        async with world.client.call(make_request()) as stream:
+            await world.engine.emit("r", [7])
+            async for _ in stream:
+                break
+        await wait_all_tasks_blocked()
+
+        assert [["r"]] == world.engine.aborts()
+        world.assert_tidy()
+
+
+async def test_an_error_in_the_block_aborts_and_comes_out_as_it_is() -> None:
+    async with open_world() as world:
+        with pytest.raises(ZeroDivisionError):
+            async with world.client.call(make_request()):
+                raise ZeroDivisionError
+        await wait_all_tasks_blocked()
+
+        assert [["r"]] == world.engine.aborts()
+        world.assert_tidy()
+
+
+async def test_a_timeout_aborts(autojump_clock: MockClock) -> None:
+    async with open_world() as world:
+        with trio.move_on_after(5) as scope:
+            async with world.client.call(make_request()) as stream:
+                await anext(stream)
+        await wait_all_tasks_blocked()
+
+        assert scope.cancelled_caught
+        assert [["r"]] == world.engine.aborts()
+        world.assert_tidy()
+
+
+async def test_those_who_leave_together_share_one_message_per_engine() -> None:
+    async with open_world(2) as world:
+        async with trio.open_nursery() as nursery:
+
+            async def call(number: int) -> None:
+                async with world.client.call(make_request(f"r{number}")) as stream:
+                    await anext(stream)
+
+            for number in range(100):
+                nursery.start_soon(call, number)
+            await wait_all_tasks_blocked()
+            assert [50, 50] == [len(engine.requests()) for engine in world.engines]
+            nursery.cancel_scope.cancel()
+        await wait_all_tasks_blocked()
+
+        aborts = [engine.aborts() for engine in world.engines]
+        assert [1, 1] == [len(messages) for messages in aborts]
+        assert {f"r{number}" for number in range(100)} == {
+            request_id for messages in aborts for ids in messages for request_id in ids
+        }
+        world.assert_tidy()
+
+
+async def test_the_outputs_of_a_request_that_was_left_are_dropped() -> None:
+    async with open_world() as world:
+        async with world.client.call(make_request()) as stream:
+            pass
+        await world.engine.emit("r", [7])
+        await world.engine.emit("r", [8], FinishReason.LENGTH)
+
+        with trio.move_on_after(0) as scope:
+            await anext(stream)
+        assert scope.cancelled_caught
+        await world.round_trip()
+
+
+async def test_an_abort_is_a_last_output_and_told_to_the_engine() -> None:
+    async with open_world() as world:
+        async with world.client.call(make_request()) as stream:
+            await world.engine.emit("r", [7])
+            world.client.abort(["unknown", "r", "r"])
+            await world.engine.emit("r", [8])
+
+            outputs = [item.output async for item in stream]
+
+            assert [([7], None), ([], FinishReason.ABORT)] == [
+                (output.new_token_ids, output.finish_reason) for output in outputs
+            ]
+        await wait_all_tasks_blocked()
+        assert [["r"]] == world.engine.aborts()
+        world.assert_tidy()
+
+
+async def test_abort_all() -> None:
+    async with open_world(2) as world:
+        async with AsyncExitStack() as stack:
+            streams = [
+                await stack.enter_async_context(world.client.call(make_request(f"r{n}")))
+                for n in range(4)
+            ]
+            world.client.abort_all()
+
+            for stream in streams:
+                assert FinishReason.ABORT is (await anext(stream)).output.finish_reason
+        await wait_all_tasks_blocked()
+        assert [[["r0", "r2"]], [["r1", "r3"]]] == [engine.aborts() for engine in world.engines]
+        world.assert_tidy()
+
+
+async def test_aborting_nothing_sends_nothing() -> None:
+    async with open_world() as world:
+        world.client.abort_all()
+        world.client.abort([])
+        world.client.abort(["unknown"])
+        await wait_all_tasks_blocked()
+
+        assert [] == world.engine.received()
+
+
+async def test_a_string_is_not_a_list_of_ids() -> None:
+    async with open_world() as world:
+        with pytest.raises(TypeError, match="not a string"):
+            world.client.abort("r")
+
+
+async def test_the_engine_hears_of_an_abort_before_the_id_comes_again() -> None:
+    """An engine dies of an id that it still has."""
+    async with open_world() as world:
+        first, second = OutputStream("r"), OutputStream("r")
+        world.client.submit(make_request(), first)
+        world.client.abort(["r"])
+        world.client.submit(make_request(), second)
+        await wait_all_tasks_blocked()
+
+        assert [EngineCoreRequest, AbortRequests, EngineCoreRequest] == [
+            type(message) for message in world.engine.received()
+        ]
+        await world.engine.emit("r", [7], FinishReason.LENGTH)
+        assert FinishReason.ABORT is (await anext(first)).output.finish_reason
+        assert [7] == (await anext(second)).output.new_token_ids
+
+
+async def test_an_abort_that_crosses_the_last_token_changes_nothing() -> None:
+    async with open_world() as world:
+        async with world.client.call(make_request()) as stream:
+            await world.engine.emit("r", [7], FinishReason.LENGTH)
+            world.client.abort(["r"])
+
+            assert FinishReason.LENGTH is (await anext(stream)).output.finish_reason
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+        await wait_all_tasks_blocked()
+        assert [] == world.engine.aborts()
+
+
+async def test_nothing_grows_with_the_number_of_requests() -> None:
+    async with open_world(2) as world:
+        for number in range(2_000):
+            streams = [OutputStream(f"{number}/{kind}") for kind in ("finished", "left", "aborted")]
+            finished, left, aborted = streams
+            for stream in streams:
+                world.client.submit(make_request(stream.request_id), stream)
+            engine = world.engines[finished.engine_index]
+            last = make_output([7], finished.request_id, finish_reason=FinishReason.LENGTH)
+            await engine.send(last)
+            world.client.drop(left)
+            world.client.abort([aborted.request_id])
+            for engine in world.engines:
+                engine.received()
+        await wait_all_tasks_blocked()
+
+        world.assert_tidy()
+        assert [0, 0] == [world.client._balancer.in_flight(index) for index in range(2)]

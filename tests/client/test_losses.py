@@ -1,0 +1,476 @@
+"""Engines that go: by a lost connection, with a farewell, or by talking rubbish."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AsyncExitStack
+
+import pytest
+import trio
+from tests.client.world import World, make_output, make_request, open_world
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from trio_vllm._errors import DecodeError, EngineDeadError, PeerGoneError
+from trio_vllm.client import OutputStream
+from trio_vllm.client._lives import (
+    CONNECTION_LOST,
+    FAREWELL_GRACE,
+    LOSS_GRACE,
+    REPORTED_DEATH,
+    UNREADABLE,
+)
+from trio_vllm.protocol import FinishReason, SchedulerStats
+
+
+async def open_streams(stack: AsyncExitStack, world: World) -> list[OutputStream]:
+    """A request on each engine."""
+    return [
+        await stack.enter_async_context(
+            world.client.call(make_request(f"r{engine.index}", data_parallel_rank=engine.index))
+        )
+        for engine in world.engines
+    ]
+
+
+async def fate(stream: OutputStream) -> EngineDeadError:
+    """The death that a stream reports."""
+    with pytest.raises(EngineDeadError) as caught:
+        await anext(stream)
+    return caught.value
+
+
+# A lost connection --------------------------------------------------------------------------------
+
+
+async def test_a_lost_engine_fails_its_requests_within_the_promised_time_and_no_others(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_world(2) as world, AsyncExitStack() as stack:
+        lost, other = await open_streams(stack, world)
+        start = trio.current_time()
+        await world.engines[0].die()
+
+        error = await fate(lost)
+
+        assert trio.current_time() - start <= 2
+        assert (0, CONNECTION_LOST) == (error.engine_index, error.reason)
+        assert not world.client.is_healthy
+        assert [0] == list(world.client.dead_engines)
+        assert world.client.failure is None
+        await world.engines[1].emit("r1", [7], FinishReason.LENGTH)
+        assert [7] == (await anext(other)).output.new_token_ids
+        await world.round_trip()
+        world.assert_tidy()
+
+
+async def test_outputs_that_were_under_way_still_arrive(autojump_clock: MockClock) -> None:
+    async with open_world() as world:
+        stream, finishing = OutputStream("r"), OutputStream("finishing")
+        world.client.submit(make_request(), stream)
+        world.client.submit(make_request("finishing"), finishing)
+        await world.engine.die()
+        await trio.sleep(LOSS_GRACE / 2)
+        await world.engine.send(
+            make_output([7]),
+            make_output([8], "finishing", finish_reason=FinishReason.LENGTH),
+        )
+
+        assert [7] == (await anext(stream)).output.new_token_ids
+        assert CONNECTION_LOST == (await fate(stream)).reason
+        assert [8] == (await anext(finishing)).output.new_token_ids
+        with pytest.raises(StopAsyncIteration):
+            await anext(finishing)
+
+
+async def test_nothing_can_be_asked_of_the_only_engine_while_its_outputs_trickle_in(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_world() as world:
+        await world.engine.die()
+
+        with pytest.raises(EngineDeadError, match="engine 0 is dead"):
+            world.client.submit(make_request(), OutputStream("r"))
+        with pytest.raises(EngineDeadError, match="engine 0 is dead"):
+            await world.client.call_utility("is_sleeping")
+        assert [] == world.client.engine_indices
+        world.assert_tidy()
+
+
+async def test_a_failed_send_is_a_loss_and_its_cause_is_kept(autojump_clock: MockClock) -> None:
+    async with open_world() as world:
+        stream = OutputStream("r")
+        world.client.submit(make_request(), stream)
+        world.engine.vanish()
+        with pytest.raises(EngineDeadError):
+            world.client.submit(make_request("second"), OutputStream("second"))
+        await world.engine.emit("r", [7])
+
+        assert [7] == (await anext(stream)).output.new_token_ids
+        error = await fate(stream)
+        assert isinstance(error.__cause__, PeerGoneError)
+        assert error.__cause__ is (await fate(stream)).__cause__
+
+
+async def test_late_rows_of_the_dead_are_dropped(autojump_clock: MockClock) -> None:
+    async with open_world(2) as world, AsyncExitStack() as stack:
+        lost, _ = await open_streams(stack, world)
+        await world.engines[0].die()
+        await fate(lost)
+        again = OutputStream("r0")
+        world.client.submit(make_request("r0"), again)
+        await world.engines[0].emit("r0", [1])
+        await world.engines[0].report(running=3)
+        await world.engines[1].emit("r0", [2])
+
+        assert [2] == (await anext(again)).output.new_token_ids
+        assert {} == world.client.scheduler_stats()
+
+
+async def test_engines_in_lockstep_fail_together(autojump_clock: MockClock) -> None:
+    async with open_world(2, data_parallel_size=2) as world, AsyncExitStack() as stack:
+        streams = await open_streams(stack, world)
+        await world.engines[1].die()
+
+        assert [1, 1] == [(await fate(stream)).engine_index for stream in streams]
+        assert 1 == (await _failure(world)).engine_index
+        with pytest.raises(EngineDeadError):
+            world.client.submit(make_request(), OutputStream("r"))
+        await wait_all_tasks_blocked()
+        assert [["r0"]] == world.engines[0].aborts()
+        world.assert_tidy()
+
+
+async def test_the_client_fails_with_its_last_engine(autojump_clock: MockClock) -> None:
+    async with open_world(2) as world:
+        await world.engines[1].die()
+        await trio.sleep(1)
+        await world.engines[0].die()
+
+        error = await _failure(world)
+
+        assert 0 == error.engine_index
+        assert [1, 0] == list(world.client.dead_engines)
+
+
+async def test_each_waiter_gets_an_error_of_its_own(autojump_clock: MockClock) -> None:
+    async with open_world() as world, AsyncExitStack() as stack:
+        (stream,) = await open_streams(stack, world)
+        await world.engine.die()
+        errors = [await fate(stream), await fate(stream)]
+        for _ in range(2):
+            with pytest.raises(EngineDeadError) as caught:
+                world.client.raise_if_failed()
+            errors.append(caught.value)
+        first = world.client.dead_engines[0]
+
+        assert 4 == len({id(error) for error in errors})
+        assert all(error.__cause__ is first for error in errors)
+        assert first.__traceback__ is None
+        assert first is await world.client.wait_failed()
+
+
+# A farewell ---------------------------------------------------------------------------------------
+
+
+async def test_the_farewell_of_the_only_engine_counts_at_once(autojump_clock: MockClock) -> None:
+    async with open_world() as world, AsyncExitStack() as stack:
+        (stream,) = await open_streams(stack, world)
+        await world.engine.emit("r0", [7])
+        start = trio.current_time()
+        await world.engine.say_farewell()
+
+        assert [7] == (await anext(stream)).output.new_token_ids
+        assert REPORTED_DEATH == (await fate(stream)).reason
+        assert start == trio.current_time()
+        await world.engine.die()
+        assert REPORTED_DEATH == (await _failure(world)).reason
+
+
+async def test_of_several_it_is_the_engine_whose_connection_breaks_next(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_world(3) as world, AsyncExitStack() as stack:
+        streams = await open_streams(stack, world)
+        await world.engines[1].say_farewell()
+        await trio.sleep(FAREWELL_GRACE / 2)
+        assert world.client.is_healthy
+        await world.engines[1].die()
+
+        error = await fate(streams[1])
+
+        assert (1, REPORTED_DEATH) == (error.engine_index, error.reason)
+        await trio.sleep(2 * FAREWELL_GRACE)
+        assert world.client.failure is None
+        assert [1] == list(world.client.dead_engines)
+
+
+async def test_a_farewell_may_be_read_after_the_loss(autojump_clock: MockClock) -> None:
+    async with open_world(3) as world:
+        for delay, reason in ((LOSS_GRACE / 2, REPORTED_DEATH), (LOSS_GRACE * 2, CONNECTION_LOST)):
+            engine = world.engines[world.client.engine_indices[0]]
+            await engine.die()
+            await trio.sleep(delay)
+            await engine.say_farewell()
+            await trio.sleep(2 * FAREWELL_GRACE)
+
+            assert reason == world.client.dead_engines[engine.index].reason
+        assert world.client.failure is None
+
+
+async def test_a_farewell_long_after_a_loss_is_another_engines(autojump_clock: MockClock) -> None:
+    async with open_world(3) as world:
+        await world.engines[0].die()
+        await trio.sleep(2 * FAREWELL_GRACE)
+        await world.engines[1].say_farewell()
+        await trio.sleep(1)
+        await world.engines[1].die()
+        await trio.sleep(1)
+
+        deaths = world.client.dead_engines
+        assert [CONNECTION_LOST, REPORTED_DEATH] == [deaths[index].reason for index in (0, 1)]
+
+
+async def test_if_nobody_goes_after_a_farewell_none_can_be_relied_on(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_world(2) as world, AsyncExitStack() as stack:
+        streams = await open_streams(stack, world)
+        await world.engines[0].say_farewell()
+        start = trio.current_time()
+
+        errors = [await fate(stream) for stream in streams]
+
+        assert FAREWELL_GRACE == trio.current_time() - start
+        assert [(None, REPORTED_DEATH)] * 2 == [(e.engine_index, e.reason) for e in errors]
+        assert "an engine is dead: it reported ENGINE_CORE_DEAD" == str(errors[0])
+
+
+async def test_each_farewell_has_its_own_time(autojump_clock: MockClock) -> None:
+    async with open_world(3) as world:
+        await world.engines[0].say_farewell()
+        await trio.sleep(FAREWELL_GRACE - 2)
+        await world.engines[1].say_farewell()
+        await world.engines[0].die()
+        await trio.sleep(FAREWELL_GRACE - 1)
+        assert world.client.failure is None
+
+        with trio.fail_after(2):
+            assert (await _failure(world)).engine_index is None
+
+
+async def test_farewells_beyond_the_number_of_engines_are_ignored(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_world(2) as world:
+        for _ in range(1_000):
+            world.outputs.send_nowait([b"ENGINE_CORE_DEAD"])
+        await wait_all_tasks_blocked()
+
+        assert 2 == len(world.client._lives._farewells)
+
+
+async def test_engines_in_lockstep_take_any_farewell_for_the_end(autojump_clock: MockClock) -> None:
+    async with open_world(2, data_parallel_size=2) as world, AsyncExitStack() as stack:
+        streams = await open_streams(stack, world)
+        start = trio.current_time()
+        await world.engines[0].say_farewell()
+
+        assert [None, None] == [(await fate(stream)).engine_index for stream in streams]
+        assert start == trio.current_time()
+
+
+# What cannot be read ------------------------------------------------------------------------------
+
+GARBAGE = {
+    "empty-frame": b"",
+    "reserved": b"\xc1",
+    "truncated": b"\x99\x01\x91",
+    "trailing-byte": b"\x91\x01\x00",
+    "huge-array": b"\xdd\xff\xff\xff\xff",
+    "not-an-array": b"\xa3abc",
+    "almost-a-farewell": b"ENGINE_CORE_DEAD!",
+}
+
+
+@pytest.mark.parametrize("frame", GARBAGE.values(), ids=GARBAGE)
+async def test_what_cannot_be_read_ends_its_engine(frame: bytes, autojump_clock: MockClock) -> None:
+    async with open_world() as world, AsyncExitStack() as stack:
+        (stream,) = await open_streams(stack, world)
+        await world.engine.say(frame)
+
+        error = await fate(stream)
+
+        assert (0, UNREADABLE) == (error.engine_index, error.reason)
+        assert isinstance(error.__cause__, DecodeError)
+        world.assert_tidy()
+
+
+async def test_a_message_that_names_its_engine_ends_no_other(autojump_clock: MockClock) -> None:
+    async with open_world(2) as world, AsyncExitStack() as stack:
+        streams = await open_streams(stack, world)
+        await world.engines[1].say(b"\x92\x01\xa7no rows")
+
+        error = await fate(streams[1])
+
+        assert 1 == error.engine_index
+        assert "outputs: is a string" in str(error.__cause__) or "outputs" in str(error.__cause__)
+        await world.engines[1].say(b"\x92\x01\xa7no rows")
+        await world.engines[0].emit("r0", [7], FinishReason.LENGTH)
+        assert [7] == (await anext(streams[0])).output.new_token_ids
+        assert [0] == world.client.engine_indices
+
+
+@pytest.mark.parametrize("frame", [b"\xc1", b"\x92\x09\xa7no rows"], ids=["nobody", "stranger"])
+async def test_if_the_sender_cannot_be_told_no_engine_can_be_relied_on(
+    frame: bytes, autojump_clock: MockClock
+) -> None:
+    async with open_world(2) as world, AsyncExitStack() as stack:
+        streams = await open_streams(stack, world)
+        await world.engines[0].say(frame)
+
+        for stream in streams:
+            with pytest.raises(DecodeError):
+                await anext(stream)
+        assert isinstance(world.client.failure, DecodeError)
+        await wait_all_tasks_blocked()
+        assert [[["r0"]], [["r1"]]] == [engine.aborts() for engine in world.engines]
+
+
+async def test_the_last_engine_left_is_the_sender(autojump_clock: MockClock) -> None:
+    async with open_world(2) as world:
+        await world.engines[0].die()
+        await trio.sleep(1)
+        await world.engines[1].say(b"\xc1")
+
+        assert UNREADABLE == world.client.dead_engines[1].reason
+
+
+async def test_outputs_from_an_engine_that_is_none_are_taken_but_not_remembered(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_world(2) as world, AsyncExitStack() as stack:
+        streams = await open_streams(stack, world)
+        stranger = make_output([7], "r0")
+        for index in range(100, 200):
+            await world.engines[0].send(
+                stranger, engine_index=index, scheduler_stats=SchedulerStats()
+            )
+
+        assert [7] == (await anext(streams[0])).output.new_token_ids
+        assert {} == world.client.scheduler_stats()
+        assert world.client.is_healthy
+
+
+# What can end one request -------------------------------------------------------------------------
+
+
+async def test_a_row_that_cannot_be_read_hurts_only_its_request(autojump_clock: MockClock) -> None:
+    async with open_world() as world:
+        good, bad = OutputStream("good"), OutputStream("bad")
+        for stream in (bad, good):
+            world.client.submit(make_request(stream.request_id), stream)
+        world.engine.received()
+        # [0, [["bad", [7, "x"]], ["good", [8]]]]
+        await world.engine.say(b"\x92\x00\x92\x92\xa3bad\x92\x07\xa1x\x92\xa4good\x91\x08")
+
+        with pytest.raises(DecodeError) as caught:
+            await anext(bad)
+
+        assert ("bad", 0) == (caught.value.request_id, caught.value.engine_index)
+        assert "new_token_ids[1]" in caught.value.where
+        assert [8] == (await anext(good)).output.new_token_ids
+        await wait_all_tasks_blocked()
+        assert [["bad"]] == world.engine.aborts()
+        assert world.client.is_healthy
+
+
+@pytest.mark.parametrize(
+    "token_ids",
+    [
+        b"\x91\xff",  # -1
+        b"\x91\xcf\x00\x00\x00\x01\x00\x00\x00\x00",  # 2**32
+        b"\x91\xc3",  # true
+        b"\x92\xc2\x07",  # false, 7
+        b"\x91\xcb\x3f\xf0\x00\x00\x00\x00\x00\x00",  # 1.0
+        b"\x91\xc0",  # nil
+        b"\x07",
+        b"\xa1x",
+    ],
+    ids=["negative", "too-big", "true", "false", "float", "nil", "no-list", "text"],
+)
+async def test_what_is_no_token_id(token_ids: bytes, autojump_clock: MockClock) -> None:
+    async with open_world() as world, AsyncExitStack() as stack:
+        (stream,) = await open_streams(stack, world)
+        await world.engine.say(b"\x92\x00\x91\x92\xa2r0" + token_ids)
+
+        with pytest.raises(DecodeError, match="new_token_ids"):
+            await anext(stream)
+        assert world.client.is_healthy
+
+
+async def test_token_ids_0_and_1_are_token_ids(autojump_clock: MockClock) -> None:
+    async with open_world() as world, AsyncExitStack() as stack:
+        (stream,) = await open_streams(stack, world)
+        await world.engine.emit("r0", [0, 1])
+
+        assert [0, 1] == (await anext(stream)).output.new_token_ids
+
+
+@pytest.mark.parametrize(
+    "row", [b"\x92\xc0\x91\x07", b"\x92\x91\x01\x91\x07", b"\x90", b"\xc0", b"\x92\x05\x91\x07"]
+)
+async def test_a_row_without_an_id_ends_the_engine(row: bytes, autojump_clock: MockClock) -> None:
+    """Whose request it is cannot be told, so somebody's outputs are incomplete now."""
+    async with open_world() as world, AsyncExitStack() as stack:
+        (stream,) = await open_streams(stack, world)
+        await world.engine.say(b"\x92\x00\x91" + row)
+
+        assert UNREADABLE == (await fate(stream)).reason
+
+
+async def test_a_request_that_is_called_finished_without_a_last_output_has_failed(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_world() as world, AsyncExitStack() as stack:
+        (stream,) = await open_streams(stack, world)
+        await world.engine.send(make_output([7], "r0"), finished_requests=["r0", "stranger"])
+
+        assert [7] == (await anext(stream)).output.new_token_ids
+        with pytest.raises(DecodeError, match="no last output") as caught:
+            await anext(stream)
+        assert ("r0", 0) == (caught.value.request_id, caught.value.engine_index)
+        world.assert_tidy()
+
+
+async def test_one_that_has_finished_in_the_same_message_has_not_failed(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_world() as world, AsyncExitStack() as stack:
+        (stream,) = await open_streams(stack, world)
+        last = make_output([7], "r0", finish_reason=FinishReason.LENGTH)
+        await world.engine.send(last, finished_requests=["r0"])
+
+        assert [[7]] == [item.output.new_token_ids async for item in stream]
+
+
+# Health -------------------------------------------------------------------------------------------
+
+
+async def test_health(autojump_clock: MockClock) -> None:
+    async with open_world(2) as world:
+        client = world.client
+        assert client.is_healthy
+        assert client.failure is None
+        assert {} == client.dead_engines
+        with trio.move_on_after(math.inf) as scope:
+            scope.deadline = trio.current_time() + 100
+            await client.wait_failed()
+        assert scope.cancelled_caught
+        client.raise_if_failed()
+
+
+async def _failure(world: World) -> EngineDeadError:
+    """Why the client has failed."""
+    error = await world.client.wait_failed()
+    assert isinstance(error, EngineDeadError)
+    return error

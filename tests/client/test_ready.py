@@ -1,0 +1,104 @@
+"""What follows for the whole from what each engine said when it registered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.client.scripted import ready_response
+from tests.client.world import open_world
+
+from trio_vllm.client import EngineFleet
+from trio_vllm.protocol import KvEventsConfig
+
+
+def fleet(*changes: dict[str, Any]) -> EngineFleet:
+    return EngineFleet({index: ready_response(index, **c) for index, c in enumerate(changes)})
+
+
+EVENTS = KvEventsConfig(enable_kv_cache_events=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "expected"),
+    [
+        ("max_model_len", (512, 400), 400),
+        ("num_gpu_blocks", (100, 50), 150),
+        ("max_num_seqs", (8, 4), 12),
+        ("block_size", (16, 32), 16),
+        ("vllm_version", ("0.33.0", "0.32.0"), "0.33.0"),
+        ("world_size", (4, 4), 4),
+        ("data_parallel_size", (2, 2), 2),
+        ("supports_lora", (True, False), False),
+        ("max_loras", (4, 2), 2),
+        ("enable_sleep_mode", (True, True), True),
+        ("enable_sleep_mode", (True, False), False),
+        ("supports_draft_weight_updates", (False, True), False),
+        ("kv_cache_size_tokens", (None, 7), 7),
+        ("kv_cache_max_concurrency", (1.5, 2.5), 1.5),
+        ("kv_cache_max_concurrency", (None, None), None),
+        ("kv_events_config", (None, EVENTS), EVENTS),
+        ("weight_transfer_backend", (None, "nccl"), "nccl"),
+        ("effective_attention_block_size", (16, 16), 16),
+        ("effective_attention_block_size", (16, 32), None),
+    ],
+)
+def test_figures(name: str, values: tuple[object, object], expected: object) -> None:
+    assert expected == getattr(fleet(*({name: value} for value in values)), name)
+
+
+def test_the_model_dtype_is_the_engines() -> None:
+    assert "bfloat16" == fleet({"dtype": "bfloat16"}).model_dtype
+
+
+def test_requests_must_suit_every_engine() -> None:
+    engines = fleet({"max_model_len": 9, "supports_lora": True}, {"supports_lora": False})
+    limits = engines.limits(vocab_size=7)
+
+    assert (9, 7, False) == (limits.max_model_len, limits.vocab_size, limits.supports_lora)
+
+
+async def test_the_client_passes_on_what_is_asked_most() -> None:
+    async with open_world(2, max_model_len=99, dtype="float16", vllm_version="0.32.0") as world:
+        client = world.client
+
+        assert (99, "float16", "0.32.0") == (
+            client.max_model_len,
+            client.model_dtype,
+            client.vllm_version,
+        )
+        assert ("memory:in", "memory:out") == (client.input_address, client.output_address)
+        assert [b"\x00\x00", b"\x01\x00"] == client.engine_identities
+        assert [0, 1] == client.engine_indices
+        assert 0 == client.in_flight_count
+
+
+async def test_statistics_of_the_newest_message_by_engine() -> None:
+    async with open_world(2) as world:
+        assert {} == world.client.scheduler_stats()
+        await world.engines[1].report(running=1)
+        await world.engines[1].report(running=2, waiting=3, kv_cache_usage=0.5)
+        await world.engines[1].send()
+
+        stats = world.client.scheduler_stats()
+
+        assert [1] == list(stats)
+        assert (2, 3, 0.5) == (
+            stats[1].num_running_reqs,
+            stats[1].num_waiting_reqs,
+            stats[1].kv_cache_usage,
+        )
+
+
+async def test_a_listener_hears_all_statistics() -> None:
+    heard: list[tuple[int, int]] = []
+    async with open_world() as world:
+        await world.engine.report(running=1)
+        world.client.on_scheduler_stats(
+            lambda engine_index, stats: heard.append((engine_index, stats.num_running_reqs))
+        )
+        await world.engine.report(running=2)
+        await world.engine.send()
+        await world.engine.report(running=3)
+
+    assert [(0, 2), (0, 3)] == heard

@@ -1,0 +1,193 @@
+"""A client and engines that do what the test says, connected in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import attrs
+import trio
+from tests.client.scripted import ready_response
+from tests.memory import MemoryReceiver, MemoryRouter, MemorySender, open_memory_connection
+from trio.testing import wait_all_tasks_blocked
+
+from trio_vllm.client import EngineCoreClient
+from trio_vllm.protocol import (
+    ENGINE_CORE_DEAD,
+    AbortRequests,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineCoreSamplingParams,
+    EngineId,
+    EngineMessage,
+    FinishReason,
+    RequestBatchOutputs,
+    SchedulerStats,
+    UtilityCallOutput,
+    UtilityOutput,
+    UtilityRequest,
+    decode_engine_message,
+    encode_outputs,
+)
+from trio_vllm.transport import EngineLinks
+
+
+@attrs.define
+class Engine:
+    """One engine, by hand."""
+
+    index: int
+    inbox: MemoryReceiver
+    outputs: MemorySender
+    _router: MemoryRouter
+    _losses: trio.MemorySendChannel[int]
+
+    # What it got
+
+    def received(self) -> list[EngineMessage]:
+        """The messages that came since the last call."""
+        try:
+            batch = self.inbox.receive_batch_nowait(1_000_000)
+        except (trio.WouldBlock, trio.EndOfChannel):
+            return []
+        return [decode_engine_message(frames) for frames in batch]
+
+    def requests(self) -> list[EngineCoreRequest]:
+        """The same; there must be nothing but requests among them."""
+        return [message for message in self.received() if isinstance(message, EngineCoreRequest)]
+
+    def aborts(self) -> list[list[str]]:
+        """The request ids of each ABORT message among them."""
+        return [
+            message.request_ids for message in self.received() if isinstance(message, AbortRequests)
+        ]
+
+    def call(self) -> UtilityRequest:
+        """The one utility call that came since the last call."""
+        (message,) = self.received()
+        assert isinstance(message, UtilityRequest)
+        return message
+
+    # What it sends
+
+    async def say(self, *frames: bytes) -> None:
+        """Send any message, and let the client take it."""
+        self.outputs.send_nowait(frames)
+        await wait_all_tasks_blocked()
+
+    async def send(self, *outputs: EngineCoreOutput, **batch: Any) -> None:
+        """Send outputs in one message, and let the client take them."""
+        values = {"engine_index": self.index, "timestamp": 1.0, **batch}
+        message = RequestBatchOutputs(outputs=list(outputs), **values)
+        await self.say(*map(bytes, encode_outputs(message)))
+
+    async def emit(
+        self,
+        request_id: str,
+        token_ids: Sequence[int] = (),
+        finish_reason: FinishReason | None = None,
+        **fields: Any,
+    ) -> None:
+        """Send an output of one request."""
+        await self.send(make_output(token_ids, request_id, finish_reason=finish_reason, **fields))
+
+    async def report(self, running: int, waiting: int = 0, **stats: Any) -> None:
+        """Send statistics."""
+        values = SchedulerStats(num_running_reqs=running, num_waiting_reqs=waiting, **stats)
+        await self.send(scheduler_stats=values)
+
+    async def answer(
+        self, call_id: int, result: Any = None, failure_message: str | None = None
+    ) -> None:
+        """Answer a utility call."""
+        output = UtilityOutput(call_id, failure_message, result)
+        message = UtilityCallOutput(engine_index=self.index, output=output)
+        await self.say(*map(bytes, encode_outputs(message)))
+
+    # How it ends
+
+    def vanish(self) -> None:
+        """Be gone, before the client hears of it."""
+        self._router.disconnect(EngineId.of(self.index))
+
+    async def break_connection(self) -> None:
+        """Let the client hear of a lost connection."""
+        self._losses.send_nowait(self.index)
+        await wait_all_tasks_blocked()
+
+    async def die(self) -> None:
+        """Be killed."""
+        self.vanish()
+        await self.break_connection()
+
+    async def say_farewell(self) -> None:
+        """Report its death."""
+        await self.say(ENGINE_CORE_DEAD)
+
+
+@attrs.define
+class World:
+    """The client, and what it is connected to."""
+
+    client: EngineCoreClient
+    engines: list[Engine]
+    outputs: MemorySender
+
+    @property
+    def engine(self) -> Engine:
+        """The only engine."""
+        (engine,) = self.engines
+        return engine
+
+    async def round_trip(self) -> None:
+        """The client still serves requests."""
+        request = make_request("round-trip")
+        async with self.client.call(request) as stream:
+            engine = self.engines[stream.engine_index]
+            await engine.emit(request.request_id, [7], FinishReason.LENGTH)
+            assert [[7]] == [item.output.new_token_ids async for item in stream]
+
+    def assert_tidy(self) -> None:
+        """Nothing is left in any table of the client."""
+        client = self.client
+        assert 0 == client.in_flight_count
+        assert 0 == len(client._utility_calls)
+        assert not client._aborts
+        assert all(client._balancer.in_flight(index) == 0 for index in client.engine_indices)
+
+
+@asynccontextmanager
+async def open_world(
+    engine_count: int = 1, *, client_options: dict[str, Any] | None = None, **ready: Any
+) -> AsyncIterator[World]:
+    """A running client of so many engines, which registered with these values."""
+    router = MemoryRouter()
+    send_outputs, outputs = open_memory_connection()
+    send_losses, losses = trio.open_memory_channel[int](math.inf)
+    responses = {index: ready_response(index, **ready) for index in range(engine_count)}
+    engines = [
+        Engine(index, router.connect(EngineId.of(index)), send_outputs, router, send_losses)
+        for index in responses
+    ]
+    links = EngineLinks("memory:in", "memory:out", responses, router, outputs, losses)
+    client = EngineCoreClient(links, **(client_options or {}))
+    async with client.running():
+        yield World(client, engines, send_outputs)
+
+
+def make_request(request_id: str = "r", max_tokens: int = 16, **fields: Any) -> EngineCoreRequest:
+    """A request that any engine takes."""
+    values: dict[str, Any] = {
+        "prompt_token_ids": [1, 2, 3],
+        "sampling_params": EngineCoreSamplingParams(max_tokens=max_tokens),
+    }
+    return EngineCoreRequest(request_id=request_id, **{**values, **fields})
+
+
+def make_output(
+    token_ids: Sequence[int] = (), request_id: str = "r", **fields: Any
+) -> EngineCoreOutput:
+    """An output of the request that `make_request` makes."""
+    return EngineCoreOutput(request_id, list(token_ids), **fields)
