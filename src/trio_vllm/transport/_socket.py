@@ -5,13 +5,10 @@ something happened to the socket, and any call on the socket may make it unreada
 the call was for. So there are three rules, and `ZmqSocket` keeps them for its users:
 
 - Try first, wait only after a failure, and expect to wake for nothing (`ZmqSocket._attempt_until`).
-- After every call, look whether it used up the wake-up of a task that waits, and pass it on
-  (`ZmqSocket._notify`).
-- One task watches the descriptor, the other direction's waiter waits for that task
-  (`ZmqSocket._wait`).
+- After every call, pass on the wake-up that it may have used up (`ZmqSocket._notify`).
+- One task watches the descriptor; the other direction's waits for that one (`ZmqSocket._wait`).
 
-Messages are taken and handed over in single synchronous steps, between which a task may be
-cancelled, but never after it took a message and before it returned it.
+A message is taken, or handed over, in one synchronous step, after which nothing is cancelled.
 """
 
 from __future__ import annotations
@@ -110,8 +107,8 @@ class ZmqSocket:
             try:
                 self._raw.setsockopt(option, value)
             except zmq.ZMQError as error:
-                name = zmq.SocketOption(option).name
-                raise translated(error, f"option {name} cannot be {value!r}") from error
+                failure = f"option {zmq.SocketOption(option).name} cannot be {value!r}"
+                raise translated(error, failure) from error
 
     def start_monitor(self, address: str, events: int) -> None:
         """Send ``events`` to another socket of this context; for `ZmqContext`."""
@@ -225,9 +222,7 @@ class ZmqSocket:
 
     def _notify(self) -> None:
         """Wake the tasks whose wait is over; the call before this may have hidden that from them."""
-        if not self._waiting:
-            return
-        events = self._look()
+        events = self._look() if self._waiting else 0
         for event, scope in self._waiting.items():
             if events & event:
                 scope.cancel()
@@ -260,8 +255,8 @@ class ZmqSocket:
         _check_frames(frames)
         accepted = self._try_to_send(frames)
         if not accepted:
-            # Sending looks for news from the peer only now and then. This looks at all of it, so
-            # that after the second refusal the next news must make the descriptor readable.
+            # Sending processes news only now and then. Now that all is processed, the descriptor
+            # must become readable before a third attempt can succeed.
             self._look()
             accepted = self._try_to_send(frames)
         self._notify()
