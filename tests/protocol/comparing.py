@@ -37,18 +37,18 @@ def same(a: Any, b: Any) -> bool:
 
 def unpacked(payload: bytes) -> Any:
     """What MessagePack says, by another way than ours; raw views become `ormsgpack.Ext`."""
-    return ormsgpack.unpackb(payload, ext_hook=_Ext, option=ormsgpack.OPT_NON_STR_KEYS)
+    return ormsgpack.unpackb(payload, ext_hook=Ext, option=ormsgpack.OPT_NON_STR_KEYS)
 
 
 @attrs.frozen
-class _Ext:
+class Ext:
     code: int
     data: bytes
 
 
 def json_view(raw: Any, frames: list[bytes]) -> Any:
     """An unpacked object as the vectors show it; ``frames`` begin with the payload."""
-    if isinstance(raw, _Ext):
+    if isinstance(raw, Ext):
         return {"ext": raw.code, "len": len(raw.data)}
     if isinstance(raw, bytes):
         return {"bin": raw.hex()}

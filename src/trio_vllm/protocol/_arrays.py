@@ -88,6 +88,10 @@ class Tensor:
         """The values, read-only; bfloat16 is widened to float32, which loses nothing."""
         return _tensor_values(self.dtype, list(self.shape), self.data)
 
+    def __reduce__(self) -> tuple[type[Tensor], tuple[str, tuple[int, ...], bytes]]:
+        # A memoryview can be neither copied nor pickled.
+        return Tensor, (self.dtype, self.shape, bytes(self.data))
+
     def __repr__(self) -> str:
         return f"Tensor({self.dtype}, shape={self.shape})"
 

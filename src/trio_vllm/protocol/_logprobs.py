@@ -191,24 +191,25 @@ def _check_mask(mask: SamplingMask) -> SamplingMask:
     return mask
 
 
-_OPTIONAL_ARRAY = optional(NUMPY_ARRAY)
+_MASK_PARTS = {"token_ids": NUMPY_ARRAY, "offsets": optional(NUMPY_ARRAY)}
 
 
 def _decode_mask(raw: Any, frames: Frames) -> SamplingMask:
     if type(raw) is not list or not raw:
         raise misfit("an array [token_ids, offsets, nil]", raw)
-    ids, offsets, counts = [*raw, None, None][:3]
+    *arrays, counts = [*raw, None, None][:3]
     if counts is not None:
         raise FormError("must not carry cumulative token counts")
-    return _check_mask(
-        SamplingMask(NUMPY_ARRAY.decode(ids, frames), _OPTIONAL_ARRAY.decode(offsets, frames))
-    )
+    pairs = zip(_MASK_PARTS.values(), arrays, strict=True)
+    parts = each(lambda pair, _: pair[0].decode(pair[1], frames), pairs, None, list(_MASK_PARTS))
+    return _check_mask(SamplingMask(*parts))
 
 
 def _encode_mask(value: SamplingMask, aux: AuxFrames) -> Any:
     if not isinstance(value, SamplingMask):
         raise misfit("a SamplingMask", value)
-    raw = [NUMPY_ARRAY.encode(value.token_ids, aux), _OPTIONAL_ARRAY.encode(value.offsets, aux)]
+    pairs = zip(_MASK_PARTS.values(), (value.token_ids, value.offsets), strict=True)
+    raw = each(lambda pair, _: pair[0].encode(pair[1], aux), pairs, None, list(_MASK_PARTS))
     _check_mask(value)
     return [*raw, None]
 

@@ -19,7 +19,7 @@ from .._errors import DecodeError, InvalidFieldError
 from ._arrays import TENSOR, Tensor
 from ._containers import ANY_MAP, TOKEN_IDS, list_of, map_of, optional
 from ._coordination import StartDpWave, decode_start_dp_wave
-from ._forms import BOOL, FINITE, I32, STR, U32, AuxFrames, Buffer, Form, FormError, Frames
+from ._forms import BOOL, FINITE, I32, STR, U32, AuxFrames, Buffer, Form, FormError, Frames, brief
 from ._lora import LORA_REQUEST, LoRARequest
 from ._msgpack import decode_payload, pack, unpack
 from ._multimodal import MULTIMODAL_FEATURE, MultiModalFeatureSpec
@@ -160,10 +160,14 @@ def encode_add(request: EngineCoreRequest) -> list[Buffer]:
     try:
         payload = pack(ENGINE_CORE_REQUEST.encode(request, aux))
     except FormError as error:
-        raise InvalidFieldError(
-            request.request_id, error.where or "a value", error.reason
-        ) from error
+        raise InvalidFieldError(name_of(request), error.where, error.reason) from error
     return [_ADD, payload, *aux]
+
+
+def name_of(request: EngineCoreRequest) -> str:
+    """The request id, or what stands in its place, for an error."""
+    request_id: Any = request.request_id
+    return request_id if isinstance(request_id, str) else brief(request_id)
 
 
 def encode_abort(request_ids: Sequence[str]) -> list[Buffer]:

@@ -7,7 +7,6 @@ request stays as it is and a copy is sent.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,7 +40,7 @@ def resolve_request(
     ``max_tokens`` of None stays None. Values of a wrong type or range are left for `check_request`.
     """
     changes: dict[str, Any] = {}
-    if request.client_index != client_index:
+    if request.client_index is not client_index:  # equality may be anything yet
         changes["client_index"] = client_index
     params = request.sampling_params
     if isinstance(params, EngineCoreSamplingParams):
@@ -53,9 +52,9 @@ def resolve_request(
 
 def _sampling_changes(params: EngineCoreSamplingParams, backend: str) -> dict[str, Any]:
     changes: dict[str, Any] = {}
-    if params.seed == -1:
+    if _is_minus_one(params.seed):
         changes["seed"] = None
-    if params.thinking_token_budget == -1:
+    if _is_minus_one(params.thinking_token_budget):
         changes["thinking_token_budget"] = None
     if params.eos_token_id is not None or params.stop_token_ids is not None:
         changes |= _stop_ids(params)
@@ -71,14 +70,20 @@ def _sampling_changes(params: EngineCoreSamplingParams, backend: str) -> dict[st
     return changes
 
 
+def _is_minus_one(value: object) -> bool:
+    return type(value) is int and value == -1
+
+
 def _stop_ids(params: EngineCoreSamplingParams) -> dict[str, Any]:
     """The ids to mask until ``min_tokens``; a grammar compiler looks at them too."""
     given: Any = params.all_stop_token_ids
     stop_ids: Any = params.stop_token_ids
     if type(given) not in (tuple, list, set, frozenset) or given:
         return {}
-    found: set[Any] = set() if params.eos_token_id is None else {params.eos_token_id}
+    found: set[Any] = set()
     try:
+        if params.eos_token_id is not None:
+            found.add(params.eos_token_id)
         found.update(stop_ids.tolist() if isinstance(stop_ids, np.ndarray) else stop_ids or ())
         return {"all_stop_token_ids": sorted(found)} if found else {}
     except TypeError:
@@ -91,10 +96,10 @@ def _clamped(logit_bias: Mapping[int, float]) -> dict[str, Any]:
         if all(low <= bias <= high for bias in logit_bias.values()):
             return {}
         clamped = {
-            token_id: bias if math.isnan(bias) else min(high, max(low, bias))
+            token_id: min(high, max(low, bias)) if bias == bias else bias  # NaN is left
             for token_id, bias in logit_bias.items()
         }
-    except (AttributeError, OverflowError, TypeError):
+    except (AttributeError, TypeError):
         return {}
     return {"logit_bias": clamped}
 

@@ -26,9 +26,9 @@ from ._arrays import Tensor
 from ._containers import optional
 from ._forms import Form, FormError, pass_on
 from ._handshake import EngineCoreReadyResponse
-from ._multimodal import MultiModalFeatureSpec
+from ._multimodal import MultiModalFeatureSpec, PlaceholderRange
 from ._pooling import PoolingParams
-from ._request import REQUEST_FIELDS, EngineCoreRequest
+from ._request import REQUEST_FIELDS, EngineCoreRequest, name_of
 from ._sampling import SAMPLING_FIELDS, EngineCoreSamplingParams, StructuredOutputsParams
 from ._structs import field_checker
 
@@ -79,16 +79,14 @@ def check_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
         _check_request_fields(request)
         length = _check_prompt(request, limits)
         _check_engine(request, limits)
-        for index, feature in enumerate(request.mm_features or ()):
-            _check_feature(feature, length, f".mm_features[{index}]")
+        if request.mm_features:
+            _check_features(request.mm_features, length)
         if request.sampling_params is not None:
             _check_sampling(request.sampling_params, length, limits)
     except _UnsupportedError as error:
-        raise UnsupportedFieldError(request.request_id, error.where, error.reason) from None
+        raise UnsupportedFieldError(name_of(request), error.where, error.reason) from None
     except FormError as error:
-        raise InvalidFieldError(
-            request.request_id, error.where or "the request", error.reason
-        ) from None
+        raise InvalidFieldError(name_of(request), error.where, error.reason) from None
 
 
 class _UnsupportedError(FormError):
@@ -183,18 +181,27 @@ def _not_in_vocabulary(token_id: int, vocab_size: int) -> str:
     return f"{token_id} is not in the vocabulary of {vocab_size} tokens"
 
 
-def _check_feature(feature: MultiModalFeatureSpec, prompt_length: int, where: str) -> None:
-    position = feature.mm_position
+def _check_features(features: list[MultiModalFeatureSpec], prompt_length: int) -> None:
+    """An engine computes what it comes to in the prompt and stops at the first that is later."""
+    earlier = 0
+    for index, feature in enumerate(features):
+        try:
+            _check_position(feature.mm_position, prompt_length, earlier)
+        except FormError as error:
+            raise error.within(f".mm_features[{index}].mm_position") from None
+        earlier = feature.mm_position.offset
+
+
+def _check_position(position: PlaceholderRange, prompt_length: int, earlier: int) -> None:
     mask = position.is_embed
-    try:
-        if position.length < 1:
-            raise _refuse("length", "must be at least 1")
-        if position.offset + position.length > prompt_length:
-            raise _refuse("", f"must lie inside the prompt of {prompt_length} tokens")
-        if mask is not None and (str(mask.dtype) != "bool" or mask.shape != (position.length,)):
-            raise _refuse("is_embed", f"must be booleans of shape [{position.length}]")
-    except FormError as error:
-        raise error.within(f"{where}.mm_position") from None
+    if position.length < 1:
+        raise _refuse("length", "must be at least 1")
+    if position.offset + position.length > prompt_length:
+        raise _refuse("", f"must lie inside the prompt of {prompt_length} tokens")
+    if position.offset < earlier:
+        raise _refuse("offset", f"must not be before the one of the feature before ({earlier})")
+    if mask is not None and (str(mask.dtype) != "bool" or mask.shape != (position.length,)):
+        raise _refuse("is_embed", f"must be booleans of shape [{position.length}]")
 
 
 # The engine -------------------------------------------------------------------------------------
@@ -239,8 +246,8 @@ def _check_sampling(params: EngineCoreSamplingParams, length: int, limits: Reque
             raise _refuse("min_tokens", f"must be at most max_tokens ({params.max_tokens})")
         if params.routed_experts_prompt_start > length:
             raise _refuse("routed_experts_prompt_start", f"must be {length} at most")
-        if params.logprob_token_ids is not None:
-            _check_logprob_token_ids(params)
+        if params.logprob_token_ids is not None and params.logprobs is not None:
+            _check_logprobs_count(params.logprobs, len(params.logprob_token_ids))
         if params.prompt_logprob_token_ids is not None or params.prompt_logprob_start is not None:
             _check_prompt_logprob_token_ids(params, length)
         if params.structured_outputs is not None:
@@ -253,9 +260,8 @@ def _check_sampling(params: EngineCoreSamplingParams, length: int, limits: Reque
         raise error.within(".sampling_params") from None
 
 
-def _check_logprob_token_ids(params: EngineCoreSamplingParams) -> None:
-    count = len(params.logprob_token_ids or ())
-    if params.logprobs is not None and params.logprobs != count:
+def _check_logprobs_count(logprobs: int, count: int) -> None:
+    if logprobs != count:
         raise _refuse("logprobs", f"must be nil or the number of logprob_token_ids ({count})")
 
 
@@ -294,6 +300,9 @@ def _check_structured_outputs(params: StructuredOutputsParams) -> None:
         raise error.within(".structured_outputs") from None
 
 
+_JSON_CONTAINERS = (dict, list, tuple)
+
+
 def _nests_deeper(document: object, limit: int) -> bool:
     """Whether a JSON document nests lists and maps more than ``limit`` levels deep."""
     if isinstance(document, str):
@@ -303,16 +312,15 @@ def _nests_deeper(document: object, limit: int) -> bool:
             return True
         except ValueError:
             return False  # what is no JSON at all is found out by the engine's grammar compiler
-    level = [document]
-    for _ in range(limit + 1):
-        level = [item for value in level for item in _items(value)]
+    level = [document] if isinstance(document, _JSON_CONTAINERS) else []
+    for _ in range(limit):
+        level = [
+            item
+            for value in level
+            for item in (value.values() if isinstance(value, dict) else value)
+            if isinstance(item, _JSON_CONTAINERS)
+        ]
     return bool(level)
-
-
-def _items(value: object) -> Iterable[object]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list | tuple) else ()
 
 
 _NOT_WITH_TRACE = (

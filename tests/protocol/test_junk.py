@@ -1,0 +1,163 @@
+"""Every kind of junk in every field a caller can set: a `RequestError`, or it can be sent."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from tests.protocol.comparing import same
+from tests.protocol.strategies import JUNK, embeds_prompt, mixed_prompt
+from tests.protocol.test_requests_arrive import LIMITS, arrived
+
+from trio_vllm._errors import InvalidFieldError, RequestError
+from trio_vllm.protocol import (
+    EngineCoreRequest,
+    KvHintAction,
+    KvHintsEnvelope,
+    LateChunkingParams,
+    LateInteractionParams,
+    LoRARequest,
+    MultiModalFeatureSpec,
+    MultiModalField,
+    MultiModalFieldElem,
+    PlaceholderRange,
+    PoolingParams,
+    RepetitionDetectionParams,
+    SamplingParams,
+    StructuredOutputsParams,
+    Tensor,
+    check_request,
+    encode_add,
+    resolve_request,
+)
+
+
+def full_request() -> EngineCoreRequest:
+    """Something in every place that holds a class of its own."""
+    tensor = Tensor.from_numpy(np.ones((2, 2), np.float32))
+    return EngineCoreRequest(
+        request_id="r",
+        prompt_token_ids=[1, 2, 3],
+        sampling_params=SamplingParams(
+            structured_outputs=StructuredOutputsParams(regex="a"),
+            repetition_detection=RepetitionDetectionParams(max_pattern_size=1, min_count=2),
+        ),
+        lora_request=LoRARequest(lora_name="a", lora_int_id=1, lora_path="/a"),
+        mm_features=[
+            MultiModalFeatureSpec(
+                data={
+                    "a": MultiModalFieldElem(tensor, MultiModalField("batched")),
+                    "b": MultiModalFieldElem(
+                        [tensor, 1], MultiModalField("shared", {"batch_size": 1})
+                    ),
+                },
+                modality="image",
+                identifier="i",
+                mm_position=PlaceholderRange(offset=0, length=2),
+            )
+        ],
+        kv_hints=KvHintsEnvelope(
+            protocol_version="1",
+            message_id="m",
+            actions=[KvHintAction(action_id="a", action_type="t", action_version="1", payload={})],
+        ),
+    )
+
+
+def pooling_request() -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id="r",
+        prompt_token_ids=[1],
+        pooling_params=PoolingParams(
+            task="embed",
+            late_interaction_params=LateInteractionParams(mode="score_doc", query_key="k"),
+            late_chunking_params=LateChunkingParams(chunk_size=1),
+        ),
+    )
+
+
+def embeds_request() -> EngineCoreRequest:
+    return EngineCoreRequest(request_id="r", sampling_params=SamplingParams(), **embeds_prompt())
+
+
+def mixed_request() -> EngineCoreRequest:
+    return EngineCoreRequest(request_id="r", sampling_params=SamplingParams(), **mixed_prompt())
+
+
+def parts(value: Any) -> Iterator[Any]:
+    """A value and all attrs objects inside of it, but arrays."""
+    match value:
+        case Tensor():
+            pass
+        case dict():
+            for item in value.values():
+                yield from parts(item)
+        case list():
+            for item in value:
+                yield from parts(item)
+        case _ if attrs.has(type(value)):
+            yield value
+            for attribute in attrs.fields(type(value)):
+                yield from parts(getattr(value, attribute.name))
+
+
+def places(make: Callable[[], EngineCoreRequest]) -> Iterator[tuple[int, str]]:
+    for index, part in enumerate(parts(make())):
+        for attribute in attrs.fields(type(part)):
+            yield index, attribute.name
+
+
+REQUESTS = [full_request, pooling_request, embeds_request, mixed_request]
+PLACES = [(make, *place) for make in REQUESTS for place in places(make)]
+
+
+def refusal(request: EngineCoreRequest) -> RequestError | None:
+    try:
+        check_request(request, LIMITS)
+    except RequestError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize(("make", "index", "name"), PLACES)
+def test_junk_is_refused_or_arrives(
+    make: Callable[[], EngineCoreRequest], index: int, name: str
+) -> None:
+    for junk in JUNK:
+        request = make()
+        setattr(list(parts(request))[index], name, junk)
+        request = resolve_request(request)
+        error = refusal(request)
+        if error is None:
+            arrived(request)
+        else:
+            assert len(str(error)) < 400 or name == "request_id"
+
+
+@pytest.mark.parametrize(("make", "index", "name"), PLACES)
+def test_writing_refuses_junk_without_a_check_before(
+    make: Callable[[], EngineCoreRequest], index: int, name: str
+) -> None:
+    for junk in JUNK:
+        request = make()
+        setattr(list(parts(request))[index], name, junk)
+        with contextlib.suppress(InvalidFieldError):
+            encode_add(request)
+
+
+@pytest.mark.parametrize("make", REQUESTS)
+def test_neither_check_nor_resolution_changes_the_request(
+    make: Callable[[], EngineCoreRequest],
+) -> None:
+    request = make()
+    before = copy.deepcopy(request)
+
+    check_request(resolve_request(request, 5, "guidance"), LIMITS)
+    encode_add(request)
+
+    assert same(before, request)

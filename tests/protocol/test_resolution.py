@@ -1,0 +1,147 @@
+"""What is filled into a request, in a copy."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+
+from trio_vllm.protocol import (
+    EngineCoreRequest,
+    PoolingParams,
+    SamplingParams,
+    StructuredOutputsParams,
+    resolve_request,
+)
+
+
+def resolved(**fields: Any) -> SamplingParams:
+    request = EngineCoreRequest(request_id="r", sampling_params=SamplingParams(**fields))
+    params = resolve_request(request).sampling_params
+    assert params is not None
+    return params
+
+
+def test_nothing_to_fill_in_gives_the_same_request() -> None:
+    request = EngineCoreRequest(request_id="r", sampling_params=SamplingParams(temperature=0.5))
+
+    assert resolve_request(request) is request
+
+
+def test_client_index_is_set_in_a_copy() -> None:
+    request = EngineCoreRequest(request_id="r", pooling_params=PoolingParams(task="embed"))
+
+    copy = resolve_request(request, 3)
+
+    assert copy.client_index == 3
+    assert request.client_index == 0
+    assert copy.pooling_params is request.pooling_params
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, ()),
+        ({"eos_token_id": 7}, [7]),
+        ({"stop_token_ids": [9, 3]}, [3, 9]),
+        ({"stop_token_ids": [9, 7], "eos_token_id": 7}, [7, 9]),
+        ({"stop_token_ids": np.array([4, 4])}, [4]),
+        ({"stop_token_ids": [], "eos_token_id": None}, ()),
+        ({"eos_token_id": 0}, [0]),
+        ({"eos_token_id": 7, "all_stop_token_ids": [1]}, [1]),
+        ({"eos_token_id": 7, "all_stop_token_ids": frozenset()}, [7]),
+        ({"eos_token_id": 7, "all_stop_token_ids": 5}, 5),
+        ({"eos_token_id": [7]}, ()),
+        ({"stop_token_ids": ["a"], "eos_token_id": 1}, ()),
+        ({"stop_token_ids": 5}, ()),
+    ],
+)
+def test_ids_to_mask_are_the_stop_and_end_of_text_ids(
+    fields: dict[str, Any], expected: object
+) -> None:
+    assert expected == resolved(**fields).all_stop_token_ids
+
+
+def test_minus_one_is_none() -> None:
+    params = resolved(seed=-1, thinking_token_budget=-1)
+
+    assert params.seed is params.thinking_token_budget is None
+
+
+@pytest.mark.parametrize(
+    ("bias", "expected"),
+    [
+        ({1: 100.0, 2: -100.0}, {1: 100.0, 2: -100.0}),
+        ({1: 150.0, 2: -1e300, 3: 5}, {1: 100.0, 2: -100.0, 3: 5}),
+        ({1: math.inf, 2: -math.inf}, {1: 100.0, 2: -100.0}),
+        ({1: 10**400}, {1: 100.0}),
+        ({1: "much"}, {1: "much"}),
+        ([1], [1]),
+    ],
+)
+def test_logit_bias_is_brought_into_range(bias: Any, expected: object) -> None:
+    assert expected == resolved(logit_bias=bias).logit_bias
+
+
+def test_bias_that_is_no_number_stays() -> None:
+    bias = resolved(logit_bias={1: math.nan, 2: 101.0}).logit_bias
+
+    assert bias is not None
+    assert math.isnan(bias[1])
+    assert bias[2] == 100
+
+
+def test_prompt_token_ids_to_score_are_narrowed() -> None:
+    wide = np.array([[1, -1]])
+    params = resolved(prompt_logprob_token_ids=wide)
+
+    assert params.prompt_logprob_token_ids is not None
+    assert params.prompt_logprob_token_ids.dtype == np.int32
+    assert params.prompt_logprob_token_ids.tolist() == [[1, -1]]
+
+
+@pytest.mark.parametrize("ids", [np.array([[2**40]]), np.array([[0.5]]), "ids"])
+def test_what_does_not_fit_is_left_for_the_check(ids: Any) -> None:
+    assert resolved(prompt_logprob_token_ids=ids).prompt_logprob_token_ids is ids
+
+
+def test_structured_outputs_get_a_backend() -> None:
+    given = StructuredOutputsParams(regex="a")
+    request = EngineCoreRequest(
+        request_id="r", sampling_params=SamplingParams(structured_outputs=given)
+    )
+
+    params = resolve_request(request, 0, "guidance").sampling_params
+
+    assert params is not None
+    expected = attrs.evolve(given, backend="guidance", backend_was_auto=True)
+    assert params.structured_outputs == expected
+    assert given.backend is None
+
+
+def test_chosen_backend_stays() -> None:
+    given = StructuredOutputsParams(regex="a", backend="outlines")
+
+    assert resolved(structured_outputs=given).structured_outputs is given
+
+
+def test_copy_keeps_every_other_field() -> None:
+    fields: dict[str, Any] = {a.name: object() for a in attrs.fields(EngineCoreRequest)}
+    sampling: dict[str, Any] = {a.name: object() for a in attrs.fields(SamplingParams)}
+    sampling |= {"eos_token_id": 1, "all_stop_token_ids": (), "stop_token_ids": None}
+    params = SamplingParams(**sampling)
+    request = EngineCoreRequest(**(fields | {"sampling_params": params}))
+
+    copy = resolve_request(request, 5)
+
+    for attribute in attrs.fields(EngineCoreRequest):
+        if attribute.name not in ("client_index", "sampling_params"):
+            assert getattr(copy, attribute.name) is getattr(request, attribute.name)
+    for attribute in attrs.fields(SamplingParams):
+        if attribute.name != "all_stop_token_ids":
+            assert getattr(copy.sampling_params, attribute.name) is getattr(params, attribute.name)
+    assert copy.sampling_params is not None
+    assert copy.sampling_params.all_stop_token_ids == [1]
