@@ -14,7 +14,7 @@ from typing import TypeVar
 import attrs
 import trio
 
-from trio_vllm._errors import DecodeError, StartupError
+from trio_vllm._errors import ConfigurationError, DecodeError, StartupError
 from trio_vllm.protocol import (
     COORDINATOR_READY,
     SUBSCRIBE,
@@ -28,28 +28,33 @@ from trio_vllm.protocol import (
     encode_ready_response,
     encode_report,
 )
-from trio_vllm.transport._channels import FrameReceiver, FrameSender
+from trio_vllm.transport._channels import FrameReceiver, Frames, FrameSender
 from trio_vllm.transport._context import SocketType, ZmqContext, open_context
-from trio_vllm.transport._monitor import PeerEventKind, PeerMonitor
+from trio_vllm.transport._outgoing import OutgoingConnection, set_linger
 from trio_vllm.transport._socket import ZmqSocket
 
 T = TypeVar("T")
 
-HANDSHAKE_LINGER = 5.0
+READY_LINGER = 1.0
 OUTPUT_LINGER = 4.0
-"""Seconds for the last messages to get out, upstream's own."""
+"""Seconds for the last messages to get out; for outputs upstream's own."""
 
 
 @attrs.frozen
 class FrontendLoss:
-    """Tells that a client of the frontend, or its whole process, is gone."""
+    """Tells that a process at the frontend's side is gone: one of its clients, or the coordinator."""
 
-    address: str
-    _monitor: PeerMonitor
+    _connection: OutgoingConnection
+
+    @property
+    def address(self) -> str:
+        """Where it was."""
+        return self._connection.address
 
     async def wait(self) -> None:
-        """Wait for the connection to break."""
-        await _disconnected(self._monitor)
+        """Wait for the connection to break; one task at a time."""
+        await trio.lowlevel.checkpoint()
+        await self._connection.wait_lost()
 
 
 @attrs.frozen
@@ -58,6 +63,7 @@ class CoordinatorLinks:
 
     broadcasts: FrameReceiver
     notices: FrameSender
+    loss: FrontendLoss
 
 
 @attrs.frozen
@@ -94,27 +100,147 @@ async def join_frontend(
 
     Raises:
       StartupError: The frontend has not answered in time, has left, or sent what cannot be used.
-      ConfigurationError: An address is unusable.
+      ConfigurationError: ``handshake_address`` is unusable.
+
+    Leaving the block gives the last outputs `OUTPUT_LINGER` seconds to get out, unless their
+    client is gone.
     """
-    engine_id = EngineId.of(engine_index)
     async with open_context() as context:
-        handshake = context.socket(SocketType.DEALER, identity=engine_id, linger=HANDSHAKE_LINGER)
-        monitor = context.open_monitor(handshake)
-        handshake.connect(handshake_address)
-        handshake.send_nowait([encode_report(HandshakeReport(status=HandshakeStatus.HELLO))])
-        phase = f"INIT from the frontend at {handshake_address}"
-        init = _read_init(await _answer(phase, timeout, monitor, handshake.receive), phase)
-        response = encode_ready_response(ready_response(init))
-        connections = _Connections(context, engine_id)
-        inputs, losses = connections.register(init.addresses.inputs, response)
-        outputs = connections.open_outputs(init.addresses.outputs, output_high_water_mark)
-        coordinator = await connections.pass_gate(init.addresses, timeout, monitor)
+        joining = _Joining(context, EngineId.of(engine_index), timeout)
+        handshake = joining.report_to(handshake_address)
+        init = await joining.receive_init()
+        joining.register(init.addresses.inputs, encode_ready_response(ready_response(init)))
+        joining.open_outputs(init.addresses.outputs, output_high_water_mark)
+        coordinator = await joining.pass_gate(init.addresses)
+        set_linger(handshake, READY_LINGER)
         handshake.send_nowait([encode_report(HandshakeReport(status=HandshakeStatus.READY))])
         handshake.close()
-        yield FrontendLinks(inputs, outputs, losses, coordinator)
+        await joining.wait_registered()
+        losses = [FrontendLoss(connection) for connection in joining.connections]
+        try:
+            yield FrontendLinks(joining.inputs, joining.outputs, losses, coordinator)
+        finally:
+            joining.let_lost_clients_go()
 
 
-def _read_init(frames: list[bytes], phase: str) -> HandshakeInit:
+class _Joining:
+    """The steps of an engine's startup, in order."""
+
+    def __init__(self, context: ZmqContext, engine_id: EngineId, timeout: float) -> None:
+        self._context = context
+        self._engine_id = engine_id
+        self._timeout = timeout
+        self.inputs: list[ZmqSocket] = []
+        self.outputs: list[ZmqSocket] = []
+        self.connections: list[OutgoingConnection] = []
+        """Those of the inputs."""
+
+    def report_to(self, address: str) -> ZmqSocket:
+        """Say HELLO."""
+        handshake = self._context.socket(
+            SocketType.DEALER, identity=self._engine_id, linger=READY_LINGER
+        )
+        # Who leaves before somebody listens there has no reason to wait.
+        set_linger(handshake, 0)
+        self._handshake = handshake
+        self._frontend = OutgoingConnection(address, self._context.open_monitor(handshake))
+        handshake.connect(address)
+        handshake.send_nowait([encode_report(HandshakeReport(status=HandshakeStatus.HELLO))])
+        return handshake
+
+    async def receive_init(self) -> HandshakeInit:
+        """Wait for the answer to HELLO."""
+        phase = f"INIT from the frontend at {self._frontend.address}"
+        return _read_init(await self._answer(phase, self._handshake.receive), phase)
+
+    def register(self, addresses: Sequence[str], response: bytes) -> None:
+        """Connect to each client's input address, and say there who we are."""
+        for address in addresses:
+            socket = self._context.socket(SocketType.DEALER, identity=self._engine_id)
+            self.connections.append(self._connect(socket, address))
+            socket.send_nowait([response])
+            self.inputs.append(socket)
+
+    def open_outputs(self, addresses: Sequence[str], high_water_mark: int) -> None:
+        """Connect to each client's output address."""
+        for address in addresses:
+            self.outputs.append(self._push(address, high_water_mark))
+
+    def _push(self, address: str, high_water_mark: int = 0) -> ZmqSocket:
+        socket = self._context.socket(
+            SocketType.PUSH, linger=OUTPUT_LINGER, send_high_water_mark=high_water_mark
+        )
+        self._connect_to(socket, address)
+        return socket
+
+    def _connect(self, socket: ZmqSocket, address: str) -> OutgoingConnection:
+        connection = OutgoingConnection(address, self._context.open_monitor(socket))
+        self._connect_to(socket, address)
+        return connection
+
+    def _connect_to(self, socket: ZmqSocket, address: str) -> None:
+        try:
+            socket.connect(address)
+        except ConfigurationError as error:
+            raise StartupError("the connection to the frontend", notes=[str(error)]) from error
+
+    async def pass_gate(self, addresses: EngineAddresses) -> CoordinatorLinks | None:
+        """Subscribe at the coordinator, if there is one, and wait until every engine has."""
+        if addresses.coordinator_input is None or addresses.coordinator_output is None:
+            return None
+        broadcasts = self._context.socket(SocketType.XSUB, identity=self._engine_id)
+        connection = self._connect(broadcasts, addresses.coordinator_input)
+        broadcasts.send_nowait([SUBSCRIBE])
+
+        async def ready() -> None:
+            while await broadcasts.receive() != [COORDINATOR_READY]:
+                pass
+
+        await self._answer(f"READY from the coordinator at {connection.address}", ready)
+        notices = self._push(addresses.coordinator_output)
+        return CoordinatorLinks(broadcasts, notices, FrontendLoss(connection))
+
+    async def wait_registered(self) -> None:
+        """Wait until the registrations have somebody to reach.
+
+        Upstream's engines do not; but to whom there never was a connection, none can be lost.
+        """
+        for connection in self.connections:
+            with trio.move_on_after(self._timeout) as scope:
+                await connection.wait_open()
+            if scope.cancelled_caught:
+                phase = "the connection to the frontend's input socket"
+                raise StartupError(phase, seconds=self._timeout, notes=[connection.state])
+
+    def let_lost_clients_go(self) -> None:
+        """Do not linger for clients that are gone."""
+        for connection, output in zip(self.connections, self.outputs, strict=True):
+            if connection.is_lost:
+                set_linger(output, 0)
+
+    async def _answer(self, phase: str, receive: Callable[[], Awaitable[T]]) -> T:
+        """What ``receive`` gives; it may not take too long, nor the frontend leave meanwhile."""
+        answers: list[T] = []
+
+        async def watch() -> None:
+            await self._frontend.wait_lost()
+            nursery.cancel_scope.cancel(reason="the frontend left")
+
+        with trio.move_on_after(self._timeout) as patience:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(watch)
+                answers.append(await receive())
+                nursery.cancel_scope.cancel(reason="the frontend answered")
+        if answers:
+            return answers[0]
+        seconds = self._timeout if patience.cancelled_caught else 0.0
+        raise StartupError(phase, seconds=seconds, notes=[self._frontend.state])
+
+
+def _read_init(frames: Frames, phase: str) -> HandshakeInit:
+    """Read the answer to HELLO and refuse what cannot be used."""
+    if len(frames) != 1:
+        raise StartupError(phase, notes=[f"it has {len(frames)} frames"])
     try:
         init = decode_init(frames[0])
     except DecodeError as error:
@@ -126,82 +252,3 @@ def _read_init(frames: list[bytes], phase: str) -> HandshakeInit:
     if (addresses.coordinator_input is None) != (addresses.coordinator_output is None):
         raise StartupError(phase, notes=["it has one coordinator address only"])
     return init
-
-
-@attrs.frozen
-class _Connections:
-    """Connects an engine to the addresses of an INIT."""
-
-    _context: ZmqContext
-    _engine_id: EngineId
-
-    def register(
-        self, addresses: Sequence[str], response: bytes
-    ) -> tuple[list[ZmqSocket], list[FrontendLoss]]:
-        """Connect to each client's input address, and say there who we are."""
-        inputs, losses = [], []
-        for address in addresses:
-            socket = self._context.socket(SocketType.DEALER, identity=self._engine_id)
-            losses.append(FrontendLoss(address, self._context.open_monitor(socket)))
-            socket.connect(address)
-            socket.send_nowait([response])
-            inputs.append(socket)
-        return inputs, losses
-
-    def open_outputs(self, addresses: Sequence[str], high_water_mark: int) -> list[ZmqSocket]:
-        """Connect to each client's output address."""
-        return [self._push(address, high_water_mark) for address in addresses]
-
-    def _push(self, address: str, high_water_mark: int = 0) -> ZmqSocket:
-        socket = self._context.socket(
-            SocketType.PUSH, linger=OUTPUT_LINGER, send_high_water_mark=high_water_mark
-        )
-        socket.connect(address)
-        return socket
-
-    async def pass_gate(
-        self, addresses: EngineAddresses, timeout: float, monitor: PeerMonitor
-    ) -> CoordinatorLinks | None:
-        """Subscribe at the coordinator, if there is one, and wait until every engine has."""
-        if addresses.coordinator_input is None or addresses.coordinator_output is None:
-            return None
-        broadcasts = self._context.socket(SocketType.XSUB, identity=self._engine_id)
-        broadcasts.connect(addresses.coordinator_input)
-        broadcasts.send_nowait([SUBSCRIBE])
-
-        async def ready() -> None:
-            while await broadcasts.receive() != [COORDINATOR_READY]:
-                pass
-
-        await _answer("READY from the coordinator", timeout, monitor, ready)
-        return CoordinatorLinks(broadcasts, self._push(addresses.coordinator_output))
-
-
-async def _answer(
-    phase: str, timeout: float, monitor: PeerMonitor, receive: Callable[[], Awaitable[T]]
-) -> T:
-    """What ``receive`` gives; it may not take too long, nor the frontend leave meanwhile."""
-    answers: list[T] = []
-    lost = False
-
-    async def watch() -> None:
-        nonlocal lost
-        await _disconnected(monitor)
-        lost = True
-        nursery.cancel_scope.cancel(reason="the frontend left")
-
-    with trio.move_on_after(timeout):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(watch)
-            answers.append(await receive())
-            nursery.cancel_scope.cancel(reason="the frontend answered")
-    if answers:
-        return answers[0]
-    raise StartupError(
-        phase, seconds=0 if lost else timeout, notes=["the frontend left"] if lost else []
-    )
-
-
-async def _disconnected(monitor: PeerMonitor) -> None:
-    while (await monitor.receive()).kind is not PeerEventKind.DISCONNECTED:
-        pass

@@ -16,6 +16,10 @@ EVENT_HEAD = struct.Struct("=HI")
 """An event's first frame: its number and its value. The second one is the address."""
 
 
+MANY = 10_000
+"""Events taken at once; more than any socket has connections that change at a time."""
+
+
 class PeerEventKind(enum.Enum):
     """What happened to a connection."""
 
@@ -88,6 +92,21 @@ class PeerMonitor(trio.abc.ReceiveChannel[PeerEvent]):
             self.close()
             raise trio.EndOfChannel
         return event
+
+    def receive_pending(self) -> list[PeerEvent]:
+        """Give the events that have happened and were not received, maybe none.
+
+        Raises:
+          trio.ClosedResourceError: The monitor is closed, or the events had ended before.
+        """
+        try:
+            batch = self._source.receive_batch_nowait(MANY)
+        except trio.WouldBlock:
+            return []
+        events = [event for event in map(_decode, batch) if event is not None]
+        if len(events) < len(batch):  # the watched socket was closed
+            self.close()
+        return events
 
     def close(self) -> None:
         """Watch no longer; idempotent."""

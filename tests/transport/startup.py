@@ -1,0 +1,235 @@
+"""What the tests of both startups need: an engine and a frontend in single messages, and traps."""
+
+from __future__ import annotations
+
+import socket as stdlib_socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import trio
+import trio.lowlevel
+
+from trio_vllm.protocol import (
+    EngineAddresses,
+    EngineCoreReadyResponse,
+    EngineId,
+    HandshakeInit,
+    HandshakeReport,
+    HandshakeStatus,
+    decode_init,
+    encode_ready_response,
+    encode_report,
+)
+from trio_vllm.transport._context import SocketType, ZmqContext
+from trio_vllm.transport._socket import ZmqSocket
+
+HELLO = encode_report(HandshakeReport(status=HandshakeStatus.HELLO))
+READY = encode_report(HandshakeReport(status=HandshakeStatus.READY))
+
+TICK = 0.3
+"""Seconds until a startup gives up that must give up."""
+
+
+def ready_response(engine_index: int = 0) -> EngineCoreReadyResponse:
+    """What an engine tells of itself."""
+    return EngineCoreReadyResponse(
+        max_model_len=512,
+        num_gpu_blocks=100,
+        block_size=16,
+        dtype="float32",
+        vllm_version="0.33.0",
+        world_size=1,
+        data_parallel_size=1,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        decode_context_parallel_size=1,
+        data_parallel_rank=engine_index,
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        instance_id="test",
+        supports_lora=False,
+        max_loras=0,
+    )
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with stdlib_socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RawEngine:
+    """An engine that sends each message of its startup when it is told to."""
+
+    def __init__(self, context: ZmqContext, handshake_address: str, engine_index: int = 0) -> None:
+        self.engine_index = engine_index
+        self.engine_id = EngineId.of(engine_index)
+        self._handshake_address = handshake_address
+        self.handshake = context.socket(SocketType.DEALER, identity=self.engine_id, linger=1)
+        self.input = context.socket(SocketType.DEALER, identity=self.engine_id, linger=1)
+        self.output = context.socket(SocketType.PUSH, linger=1)
+
+    def say(self, *payload: bytes) -> None:
+        """Send something on the handshake socket."""
+        if not self.handshake.address:
+            self.handshake.connect(self._handshake_address)
+        self.handshake.send_nowait(payload)
+
+    async def receive_init(self) -> EngineAddresses:
+        """Wait for the answer to HELLO."""
+        (payload,) = await self.handshake.receive()
+        return decode_init(payload).addresses
+
+    async def say_hello(self) -> EngineAddresses:
+        """Say HELLO and wait for the answer."""
+        self.say(HELLO)
+        return await self.receive_init()
+
+    def register(self, addresses: EngineAddresses, *payload: bytes) -> None:
+        """Connect to the input and output socket, and register."""
+        self.connect(addresses)
+        self.input.send_nowait(
+            payload or [encode_ready_response(ready_response(self.engine_index))]
+        )
+
+    def connect(self, addresses: EngineAddresses) -> None:
+        """Connect to the input and output socket."""
+        self.input.connect(addresses.inputs[0])
+        self.output.connect(addresses.outputs[0])
+
+    def say_ready(self) -> None:
+        """Say READY and leave the handshake."""
+        self.say(READY)
+        self.handshake.close()
+
+    def die(self) -> None:
+        """Close all connections."""
+        for socket in (self.handshake, self.input, self.output):
+            socket.close()
+
+    async def start(self) -> RawEngine:
+        """The whole startup."""
+        self.register(await self.say_hello())
+        self.say_ready()
+        return self
+
+
+@attrs.define
+class RawFrontend:
+    """A frontend that sends each message of the startup when it is told to."""
+
+    context: ZmqContext
+    handshake: ZmqSocket
+    inputs: list[ZmqSocket]
+    outputs: list[ZmqSocket]
+
+    @classmethod
+    def bind(cls, context: ZmqContext, folder: Path, clients: int = 1) -> RawFrontend:
+        """Bind everything below ``folder``."""
+        handshake = context.socket(SocketType.ROUTER)
+        handshake.bind(f"ipc://{folder}/handshake")
+        inputs = [context.socket(SocketType.ROUTER) for _ in range(clients)]
+        outputs = [context.socket(SocketType.PULL) for _ in range(clients)]
+        for number in range(clients):
+            inputs[number].bind(f"ipc://{folder}/input{number}")
+            outputs[number].bind(f"ipc://{folder}/output{number}")
+        return cls(context, handshake, inputs, outputs)
+
+    @property
+    def addresses(self) -> EngineAddresses:
+        """What belongs into INIT."""
+        return EngineAddresses(
+            inputs=[socket.address for socket in self.inputs],
+            outputs=[socket.address for socket in self.outputs],
+        )
+
+    def init(self, **addresses: Any) -> HandshakeInit:
+        """The answer to HELLO."""
+        return HandshakeInit(addresses=attrs.evolve(self.addresses, **addresses))
+
+    def close(self) -> None:
+        """Close everything."""
+        for socket in (self.handshake, *self.inputs, *self.outputs):
+            socket.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let others work until ``condition`` holds."""
+    while not condition():
+        await trio.lowlevel.checkpoint()
+
+
+@asynccontextmanager
+async def beside(task: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
+    """Run ``task`` once everything else waits, while the block runs."""
+
+    async def run() -> None:
+        await trio.testing.wait_all_tasks_blocked()
+        await task()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run)
+        yield
+        nursery.cancel_scope.cancel()
+
+
+@attrs.define(eq=False)
+class _CancelAt(trio.abc.Instrument):
+    """Cancels ``scope`` when ``task`` is about to take its step with this number."""
+
+    task: trio.lowlevel.Task
+    scope: trio.CancelScope
+    steps_left: int
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        if task is self.task:
+            self.steps_left -= 1
+            if self.steps_left == 0:
+                self.scope.cancel()
+
+
+async def cancel_everywhere(run: Callable[[], Awaitable[object]], limit: float = 20) -> int:
+    """Run something again and again, each time cancelled one step of its task later.
+
+    Checks that nothing of it is left behind. Returns how many steps there were.
+    """
+    step = 0
+    with trio.fail_after(limit):
+        while True:
+            step += 1
+            before = footprint()
+            with trio.CancelScope() as scope:
+                instrument = _CancelAt(trio.lowlevel.current_task(), scope, step)
+                trio.lowlevel.add_instrument(instrument)
+                try:
+                    await run()
+                finally:
+                    trio.lowlevel.remove_instrument(instrument)
+            assert before == footprint(), f"step {step} left something behind"
+            if instrument.steps_left > 0:
+                return step - 1
+
+
+def footprint() -> tuple[int, int, int]:
+    """Open descriptors, ØMQ's threads, and tasks."""
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return descriptors, sum(name.startswith("ZMQbg") for name in names), task_count()
+
+
+def task_count() -> int:
+    """How many tasks there are."""
+    return trio.lowlevel.current_statistics().tasks_living
+
+
+@contextmanager
+def listening_socket(family: int, address: object) -> Iterator[stdlib_socket.socket]:
+    """A socket of the operating system that listens."""
+    with stdlib_socket.socket(family) as listener:
+        listener.bind(address)  # type: ignore[arg-type]
+        listener.listen()
+        yield listener

@@ -1,0 +1,169 @@
+"""Which engine is lost when a connection breaks, in whatever order we hear of it."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import trio
+from trio.testing import assert_checkpoints, wait_all_tasks_blocked
+
+from trio_vllm.transport._connections import EngineConnections
+from trio_vllm.transport._monitor import PeerEvent, PeerEventKind, PeerMonitor
+
+
+class FakeMonitor:
+    """Events as a test tells them."""
+
+    def __init__(self) -> None:
+        self._send, self._receive = trio.open_memory_channel[PeerEvent](100)
+
+    def tell(self, kind: PeerEventKind, descriptor: int | None = None) -> None:
+        self._send.send_nowait(PeerEvent(kind, descriptor, "tcp://127.0.0.1:1"))
+
+    async def receive(self) -> PeerEvent:
+        return await self._receive.receive()
+
+    def receive_pending(self) -> list[PeerEvent]:
+        count = self._receive.statistics().current_buffer_used
+        return [self._receive.receive_nowait() for _ in range(count)]
+
+    async def aclose(self) -> None:
+        self._receive.close()
+        await trio.lowlevel.checkpoint()
+
+
+@attrs.define
+class Rig:
+    monitor: FakeMonitor
+    connections: EngineConnections
+    losses: list[int] = attrs.field(factory=list)
+
+    def accept(self, descriptor: int) -> None:
+        self.monitor.tell(PeerEventKind.ACCEPTED, descriptor)
+
+    def disconnect(self, descriptor: int) -> None:
+        self.monitor.tell(PeerEventKind.DISCONNECTED, descriptor)
+
+    async def listen(self) -> None:
+        async for engine_index in self.connections:
+            self.losses.append(engine_index)
+
+
+@pytest.fixture
+async def rig(nursery: trio.Nursery) -> Rig:
+    monitor = FakeMonitor()
+    assert hasattr(PeerMonitor, "receive_pending")
+    rig = Rig(monitor, EngineConnections(monitor))  # type: ignore[arg-type]
+    nursery.start_soon(rig.listen)
+    return rig
+
+
+async def test_loss_after_registration(rig: Rig) -> None:
+    rig.accept(12)
+    rig.accept(13)
+    rig.connections.watch(0, 12)
+    rig.connections.watch(1, 13)
+    await wait_all_tasks_blocked()
+
+    rig.disconnect(13)
+    await wait_all_tasks_blocked()
+
+    assert [1] == rig.losses
+
+
+async def test_loss_is_known_before_the_registration_is_read(rig: Rig) -> None:
+    rig.accept(12)
+    rig.disconnect(12)
+    await wait_all_tasks_blocked()
+    assert [] == rig.losses
+
+    rig.connections.watch(0, 12)
+    await wait_all_tasks_blocked()
+
+    assert [0] == rig.losses
+
+
+async def test_loss_that_nobody_has_heard_of_when_the_registration_is_read(rig: Rig) -> None:
+    rig.accept(12)
+    await wait_all_tasks_blocked()
+
+    rig.disconnect(12)
+    rig.connections.watch(0, 12)
+    await wait_all_tasks_blocked()
+
+    assert [0] == rig.losses
+
+
+async def test_descriptor_is_used_again(rig: Rig) -> None:
+    rig.accept(12)
+    rig.connections.watch(0, 12)
+    rig.disconnect(12)
+    rig.accept(12)
+    rig.connections.watch(1, 12)
+    await wait_all_tasks_blocked()
+    assert [0] == rig.losses
+
+    rig.disconnect(12)
+    await wait_all_tasks_blocked()
+
+    assert [0, 1] == rig.losses
+
+
+async def test_descriptor_is_used_again_before_a_message_was_read(rig: Rig) -> None:
+    """The first engine's registration is read when the second one's connection is up."""
+    rig.accept(12)
+    rig.disconnect(12)
+    rig.accept(12)
+    rig.connections.watch(0, 12)
+    rig.connections.watch(1, 12)
+    await wait_all_tasks_blocked()
+
+    assert [0] == rig.losses
+
+
+async def test_several_messages_of_one_engine(rig: Rig) -> None:
+    """And garbage in between, of which it is not known whose it is."""
+    rig.accept(12)
+    for engine_index in (None, 0, 0, None, 0):
+        rig.connections.watch(engine_index, 12)
+    rig.disconnect(12)
+    await wait_all_tasks_blocked()
+
+    assert [0] == rig.losses
+
+
+async def test_loss_of_somebody(rig: Rig) -> None:
+    """Who never said who he is, is missed by nobody."""
+    for descriptor in (12, 13):
+        rig.accept(descriptor)
+    rig.connections.watch(None, 13)
+    assert 1 == rig.connections.silent_count
+
+    rig.monitor.tell(PeerEventKind.HANDSHAKE_FAILED)
+    for descriptor in (12, 13):
+        rig.disconnect(descriptor)
+
+    assert (0, 1) == (rig.connections.silent_count, rig.connections.foreigners)
+    await wait_all_tasks_blocked()
+    assert [] == rig.losses
+
+
+async def test_cancelling_loses_no_loss() -> None:
+    monitor = FakeMonitor()
+    connections = EngineConnections(monitor)  # type: ignore[arg-type]
+    for descriptor in (12, 13):
+        monitor.tell(PeerEventKind.ACCEPTED, descriptor)
+        connections.watch(descriptor, descriptor)
+        monitor.tell(PeerEventKind.DISCONNECTED, descriptor)
+    assert 0 == connections.silent_count  # which looks at all events
+
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await connections.receive()
+
+    with assert_checkpoints():
+        assert 12 == await connections.receive()
+    assert 13 == await connections.receive()
+    await connections.aclose()
+    with pytest.raises(trio.ClosedResourceError):
+        await connections.receive()

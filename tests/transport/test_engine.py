@@ -1,0 +1,427 @@
+"""Joining a frontend over real connections, and all that may come in between."""
+
+from __future__ import annotations
+
+import socket as stdlib_socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import ormsgpack
+import pytest
+import trio
+from tests.transport.startup import (
+    TICK,
+    RawFrontend,
+    cancel_everywhere,
+    free_port,
+    listening_socket,
+    ready_response,
+)
+from trio.testing import assert_checkpoints
+
+from trio_vllm._errors import ConfigurationError, StartupError
+from trio_vllm.protocol import (
+    EngineId,
+    HandshakeInit,
+    HandshakeStatus,
+    decode_ready_response,
+    decode_report,
+    encode_init,
+)
+from trio_vllm.transport import FrontendLinks, join_frontend
+from trio_vllm.transport._context import SocketType, ZmqContext, open_context
+from trio_vllm.transport._outgoing import set_linger
+from trio_vllm.transport._socket import ZmqSocket
+
+Script = Callable[[RawFrontend], Awaitable[object]]
+
+
+@pytest.fixture
+def frontend(context: ZmqContext, tmp_path: Path) -> RawFrontend:
+    return RawFrontend.bind(context, tmp_path)
+
+
+@pytest.fixture
+def two_clients(context: ZmqContext, tmp_path: Path) -> RawFrontend:
+    return RawFrontend.bind(context, tmp_path, clients=2)
+
+
+async def take_hello(frontend: RawFrontend) -> bytes:
+    identity, payload = await frontend.handshake.receive()
+    assert HandshakeStatus.HELLO is decode_report(payload).status
+    return identity
+
+
+async def answer(frontend: RawFrontend, *payload: bytes, **addresses: Any) -> None:
+    """Take HELLO and send INIT, or something else in its place."""
+    identity = await take_hello(frontend)
+    payload = payload or (encode_init(frontend.init(**addresses)),)
+    frontend.handshake.send_nowait([identity, *payload])
+
+
+async def take_ready(frontend: RawFrontend) -> None:
+    identity, payload = await frontend.handshake.receive()
+    report = decode_report(payload)
+    assert (HandshakeStatus.READY, False, True) == (report.status, report.local, report.headless)
+    assert EngineId.of(3) == identity
+
+
+def joining(address: str, timeout: float = 5.0, **options: Any) -> Any:
+    return join_frontend(
+        address,
+        engine_index=3,
+        ready_response=lambda _: ready_response(3),
+        timeout=timeout,
+        **options,
+    )
+
+
+async def fail(frontend: RawFrontend, script: Script, timeout: float = 5.0) -> StartupError:
+    """Join a frontend that does as ``script`` says, in vain."""
+    with trio.fail_after(5):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(script, frontend)
+            with pytest.raises(StartupError) as caught:
+                async with joining(frontend.handshake.address, timeout):
+                    raise AssertionError("it did not fail")
+            nursery.cancel_scope.cancel()
+    return caught.value
+
+
+async def check_links(links: FrontendLinks, frontend: RawFrontend) -> None:
+    """Each client's request arrives, and each gets its own outputs."""
+    for client, (requests, outputs) in enumerate(
+        zip(frontend.inputs, frontend.outputs, strict=True)
+    ):
+        identity, payload = await requests.receive()
+        assert (EngineId.of(3), ready_response(3)) == (identity, decode_ready_response(payload))
+        requests.send_nowait([identity, b"\x00", b"request %d" % client])
+        links.outputs[client].send_nowait([b"output %d" % client, b"aux"])
+
+        assert [[b"\x00", b"request %d" % client]] == await links.inputs[client].receive_batch(5)
+        assert [b"output %d" % client, b"aux"] == await outputs.receive()
+
+
+# As it should be --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+async def test_join(context: ZmqContext, tmp_path: Path, clients: int) -> None:
+    frontend = RawFrontend.bind(context, tmp_path, clients)
+    told: list[HandshakeInit] = []
+
+    def describe(init: HandshakeInit) -> Any:
+        told.append(init)
+        return ready_response(3)
+
+    with trio.fail_after(5):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(answer, frontend)
+            async with join_frontend(
+                frontend.handshake.address, engine_index=3, ready_response=describe
+            ) as links:
+                await take_ready(frontend)
+                await check_links(links, frontend)
+
+                assert links.coordinator is None
+                assert [frontend.init()] == told
+                for number, loss in enumerate(links.losses):
+                    assert frontend.inputs[number].address == loss.address
+                    frontend.inputs[number].close()
+                    await loss.wait()
+                    with assert_checkpoints():
+                        await loss.wait()
+
+
+async def test_frontend_comes_later(tmp_path: Path, context: ZmqContext) -> None:
+    async def come_late() -> None:
+        await trio.testing.wait_all_tasks_blocked()
+        await answer(RawFrontend.bind(context, tmp_path))
+
+    with trio.fail_after(5):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(come_late)
+            async with joining(f"ipc://{tmp_path}/handshake"):
+                pass
+
+
+async def test_gate(frontend: RawFrontend, context: ZmqContext, tmp_path: Path) -> None:
+    """READY is said when the coordinator allows it, and not a moment sooner."""
+    broadcasts = context.socket(SocketType.XPUB)
+    notices = context.socket(SocketType.PULL)
+    addresses = {
+        "coordinator_input": broadcasts.bind(f"ipc://{tmp_path}/broadcasts"),
+        "coordinator_output": notices.bind(f"ipc://{tmp_path}/notices"),
+    }
+
+    async def coordinate() -> None:
+        await answer(frontend, **addresses)
+        assert [b"\x01"] == await broadcasts.receive()
+        broadcasts.send_nowait([b"\x02", b"\x92\x00\xc0"])
+        with trio.move_on_after(0.1):
+            await take_ready(frontend)
+            raise AssertionError("it did not wait")
+        broadcasts.send_nowait([b"READY"])
+        broadcasts.send_nowait([b"\x02", b"\x92\x01\xc0"])
+        await take_ready(frontend)
+
+    with trio.fail_after(5):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(coordinate)
+            async with joining(frontend.handshake.address) as links:
+                assert [
+                    [b"\x02", b"\x92\x01\xc0"]
+                ] == await links.coordinator.broadcasts.receive_batch(5)
+                links.coordinator.notices.send_nowait([b"notice"])
+                assert [b"notice"] == await notices.receive()
+                broadcasts.close()
+                await links.coordinator.loss.wait()
+
+
+# Nobody there, or somebody else -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["tcp", "ipc"])
+async def test_nobody_listens(tmp_path: Path, kind: str) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}" if kind == "tcp" else f"ipc://{tmp_path}/nobody"
+    with pytest.raises(StartupError) as caught:
+        async with joining(address, TICK):
+            raise AssertionError("it did not fail")
+
+    assert [f"nobody listens at {address}"] == caught.value.notes
+    assert str(caught.value) == (
+        f"startup failed while waiting for INIT from the frontend at {address} (gave up after"
+        f" 0.3 s); nobody listens at {address}"
+    )
+
+
+async def test_silent_listener() -> None:
+    with listening_socket(stdlib_socket.AF_INET, ("127.0.0.1", 0)) as listener:
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(StartupError) as caught:
+            async with joining(address, TICK):
+                raise AssertionError("it did not fail")
+
+    assert [f"{address} is open, but says nothing"] == caught.value.notes
+
+
+@pytest.mark.parametrize("response", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
+async def test_other_service(response: bytes) -> None:
+    """It is tried until the time is over: the right one may still take the place."""
+
+    async def serve(stream: trio.SocketStream) -> None:
+        await stream.receive_some()
+        await stream.send_all(response)
+        await stream.aclose()
+
+    async with trio.open_nursery() as nursery:
+        listeners = await nursery.start(trio.serve_tcp, serve, 0)
+        address = f"tcp://127.0.0.1:{listeners[0].socket.getsockname()[1]}"
+        with pytest.raises(StartupError) as caught:
+            async with joining(address, TICK):
+                raise AssertionError("it did not fail")
+        nursery.cancel_scope.cancel()
+
+    assert (TICK, [f"who listens at {address} does not speak ZeroMQ"]) == (
+        caught.value.seconds,
+        caught.value.notes,
+    )
+
+
+async def test_frontend_that_does_not_answer(frontend: RawFrontend) -> None:
+    error = await fail(frontend, take_hello, TICK)
+
+    assert (TICK, f"INIT from the frontend at {frontend.handshake.address}") == (
+        error.seconds,
+        error.phase,
+    )
+    assert [f"{frontend.handshake.address} is connected"] == error.notes
+
+
+async def test_second_engine_with_the_same_index(frontend: RawFrontend) -> None:
+    """The frontend cannot hear it."""
+    first = frontend.context.socket(SocketType.DEALER, identity=EngineId.of(3))
+    first.connect(frontend.handshake.address)
+    first.send_nowait([b"HELLO"])
+    await frontend.handshake.receive()
+
+    error = await fail(frontend, answer, TICK)
+
+    assert [f"{frontend.handshake.address} is connected"] == error.notes
+
+
+@pytest.mark.parametrize("address", ["", "tcp://127.0.0.1:0", "http://127.0.0.1:80"])
+async def test_unusable_handshake_address(address: str) -> None:
+    with pytest.raises(ConfigurationError, match="address"):
+        async with joining(address):
+            raise AssertionError("it did not fail")
+
+
+@pytest.mark.parametrize("engine_index", [-1, 65536])
+async def test_impossible_index(engine_index: int, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="two bytes"):
+        async with join_frontend(
+            f"ipc://{tmp_path}/x",
+            engine_index=engine_index,
+            ready_response=lambda _: ready_response(),
+        ):
+            raise AssertionError("it did not fail")
+
+
+# INIT that cannot be used -----------------------------------------------------------------------
+
+
+def init(**changes: Any) -> bytes:
+    addresses = {"inputs": ["ipc:///tmp/i"], "outputs": ["ipc:///tmp/o"], **changes}
+    return ormsgpack.packb({"addresses": addresses, "parallel_config": {}})
+
+
+@pytest.mark.parametrize(
+    ("payload", "note"),
+    [
+        ([b"\xc1"], "cannot decode"),
+        ([b""], "cannot decode"),
+        ([b"\x80"], "must have the key 'addresses'"),
+        ([init(), b""], "it has 2 frames"),
+        ([init(inputs=[], outputs=[])], "it has 0 input and 0 output addresses"),
+        ([init(outputs=["ipc:///tmp/o"] * 2)], "it has 1 input and 2 output addresses"),
+        ([init(coordinator_input="ipc:///tmp/c")], "it has one coordinator address only"),
+        ([init(coordinator_output="ipc:///tmp/c")], "it has one coordinator address only"),
+        ([init(inputs=["nowhere"])], "address 'nowhere' is neither"),
+        ([init(outputs=["tcp://[::1:5"])], "address 'tcp://[::1:5' has"),
+        (
+            [init(coordinator_input="x", coordinator_output="ipc:///tmp/c")],
+            "address 'x' is neither",
+        ),
+    ],
+    ids=str,
+)
+async def test_unusable_init(frontend: RawFrontend, payload: list[bytes], note: str) -> None:
+    error = await fail(frontend, lambda frontend: answer(frontend, *payload))
+
+    (noted,) = error.notes
+    assert note in noted
+    assert 0 == error.seconds
+
+
+# Frontend that leaves ---------------------------------------------------------------------------
+
+
+async def test_frontend_leaves_before_init(frontend: RawFrontend) -> None:
+    async def leave(frontend: RawFrontend) -> None:
+        await take_hello(frontend)
+        frontend.close()
+
+    error = await fail(frontend, leave)
+
+    assert [f"{frontend.handshake.address} closed the connection"] == error.notes
+    assert 0 == error.seconds
+
+
+async def test_frontend_leaves_in_the_gate(frontend: RawFrontend, tmp_path: Path) -> None:
+    async def leave(frontend: RawFrontend) -> None:
+        address = f"ipc://{tmp_path}/nobody"
+        await answer(frontend, coordinator_input=address, coordinator_output=address)
+        await frontend.inputs[0].receive()
+        frontend.close()
+
+    error = await fail(frontend, leave)
+
+    assert f"READY from the coordinator at ipc://{tmp_path}/nobody" == error.phase
+    assert [f"{frontend.handshake.address} closed the connection"] == error.notes
+
+
+async def test_gate_that_does_not_open(frontend: RawFrontend, tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/nobody"
+    error = await fail(
+        frontend,
+        lambda frontend: answer(frontend, coordinator_input=address, coordinator_output=address),
+        TICK,
+    )
+
+    assert (f"READY from the coordinator at {address}", TICK) == (error.phase, error.seconds)
+
+
+async def test_input_socket_that_is_not_there(frontend: RawFrontend, tmp_path: Path) -> None:
+    """READY is said all the same, as by upstream's engines."""
+    nobody = f"ipc://{tmp_path}/nobody"
+
+    async def mislead(frontend: RawFrontend) -> None:
+        await answer(frontend, inputs=[nobody])
+        await take_ready(frontend)
+
+    error = await fail(frontend, mislead, TICK)
+
+    assert "the connection to the frontend's input socket" == error.phase
+    assert [f"nobody listens at {nobody}"] == error.notes
+
+
+# Leaving ----------------------------------------------------------------------------------------
+
+
+async def test_cancelling_leaves_nothing_behind(tmp_path: Path) -> None:
+    """At every step of joining, and of the block after it."""
+
+    async def run() -> None:
+        async with open_context() as context:
+            frontend = RawFrontend.bind(context, tmp_path)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(answer, frontend)
+                async with joining(frontend.handshake.address) as links:
+                    await frontend.inputs[0].receive()
+                    frontend.close()
+                    await links.losses[0].wait()
+
+    assert 5 < await cancel_everywhere(run)
+
+
+async def test_waiting_for_a_frontend_is_left_at_once(tmp_path: Path) -> None:
+    begin = trio.current_time()
+    with trio.move_on_after(0.1):
+        async with joining(f"ipc://{tmp_path}/nobody"):
+            raise AssertionError("it did not fail")
+
+    assert 0.4 > trio.current_time() - begin
+
+
+async def leave_with_outputs(frontend: RawFrontend, *, client_lives: bool) -> float:
+    """Send many outputs and leave; gives the seconds that took."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(answer, frontend)
+        async with joining(frontend.handshake.address) as links:
+            if not client_lives:
+                frontend.inputs[0].close()
+                frontend.outputs[0].close()
+                await links.losses[0].wait()
+            for number in range(1000):
+                links.outputs[0].send_nowait([b"%d" % number])
+            begin = trio.current_time()
+        return trio.current_time() - begin
+
+
+async def test_last_outputs_get_out(frontend: RawFrontend) -> None:
+    with trio.fail_after(5):
+        await leave_with_outputs(frontend, client_lives=True)
+
+        for number in range(1000):
+            assert [b"%d" % number] == await frontend.outputs[0].receive()
+
+
+async def test_leaving_does_not_wait_for_a_client_that_is_gone(frontend: RawFrontend) -> None:
+    with trio.fail_after(5):
+        assert 0.4 > await leave_with_outputs(frontend, client_lives=False)
+
+
+async def test_output_high_water_mark(frontend: RawFrontend, tmp_path: Path) -> None:
+    with trio.fail_after(5):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: answer(frontend, outputs=[f"ipc://{tmp_path}/nobody"]))
+            async with joining(frontend.handshake.address, output_high_water_mark=3) as links:
+                (output,) = links.outputs
+                assert isinstance(output, ZmqSocket)
+                for _ in range(3):
+                    output.send_nowait([b"output"])
+                with pytest.raises(trio.WouldBlock):
+                    output.send_nowait([b"one too many"])
+                set_linger(output, 0)

@@ -1,0 +1,672 @@
+"""The frontend's startup over real connections, and all that may come in between."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket as stdlib_socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import trio
+from tests.transport.startup import (
+    HELLO,
+    READY,
+    TICK,
+    RawEngine,
+    beside,
+    cancel_everywhere,
+    free_port,
+    listening_socket,
+    until,
+)
+from tests.transport.test_endpoints import has_ipv6
+
+from trio_vllm._errors import (
+    AddressInUseError,
+    ConfigurationError,
+    PeerGoneError,
+    StartupError,
+)
+from trio_vllm.protocol import EngineId
+from trio_vllm.transport import Bootstrapped, EngineLinks, HandshakeOwner, open_frontend
+from trio_vllm.transport._context import ZmqContext
+
+Script = Callable[[], Awaitable[object]]
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/handshake"
+
+
+@pytest.fixture
+def engine(context: ZmqContext, address: str) -> RawEngine:
+    return RawEngine(context, address)
+
+
+async def check_links(links: EngineLinks, engine: RawEngine) -> None:
+    """A request arrives at this engine, an output from it, and its end is known."""
+    links.requests.send_nowait([engine.engine_id, b"\x00", b"request"])
+    assert [b"\x00", b"request"] == await engine.input.receive()
+    engine.output.send_nowait([b"output", b"aux"])
+    assert [[b"output", b"aux"]] == await links.outputs.receive_batch(10)
+    engine.die()
+    assert engine.engine_index == await links.losses.receive()
+    with pytest.raises(PeerGoneError):
+        while True:  # the socket itself hears of it a moment later than the monitor
+            links.requests.send_nowait([engine.engine_id, b"\x00", b"too late"])
+            await trio.lowlevel.checkpoint()
+
+
+async def fail(mode: HandshakeOwner | Bootstrapped, script: Script) -> StartupError:
+    """Run a startup that fails while ``script`` runs."""
+    with trio.fail_after(5):
+        async with beside(script):
+            with pytest.raises(StartupError) as caught:
+                async with open_frontend(mode):
+                    raise AssertionError("it did not fail")
+    return caught.value
+
+
+async def succeed(mode: HandshakeOwner | Bootstrapped, script: Script) -> list[int]:
+    """Run a startup that succeeds while ``script`` runs; gives the engines."""
+    with trio.fail_after(5):
+        async with beside(script), open_frontend(mode) as links:
+            return list(links.ready_responses)
+
+
+# As it should be --------------------------------------------------------------------------------
+
+
+async def test_one_engine(engine: RawEngine, address: str) -> None:
+    with trio.fail_after(5):
+        async with beside(engine.start):
+            async with open_frontend(HandshakeOwner(handshake_address=address)) as links:
+                assert links.input_address.startswith("tcp://127.0.0.1:")
+                assert links.output_address.startswith("tcp://127.0.0.1:")
+                assert [0] == list(links.ready_responses)
+
+                await check_links(links, engine)
+
+
+async def test_three_engines_in_any_order(context: ZmqContext, address: str) -> None:
+    """Outputs of all come together; each loss is told with the right index."""
+    engines = [RawEngine(context, address, index) for index in (2, 0, 1)]
+
+    async def start() -> None:
+        addresses = [await engine.say_hello() for engine in engines]
+        engines[1].register(addresses[1])
+        for engine in engines:
+            engine.say_ready()
+        engines[0].register(addresses[0])
+        engines[2].register(addresses[2])
+
+    mode = HandshakeOwner(handshake_address=address, engine_count=3)
+    with trio.fail_after(5):
+        async with beside(start), open_frontend(mode) as links:
+            assert [0, 1, 2] == list(links.ready_responses)
+            for engine in engines:
+                await check_links(links, engine)
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+async def test_ipv6_host(engine: RawEngine, address: str, host: str) -> None:
+    with trio.fail_after(5):
+        async with beside(engine.start):
+            mode = HandshakeOwner(handshake_address=address, host=host)
+            async with open_frontend(mode) as links:
+                assert links.input_address.startswith("tcp://[::1]:")
+                await check_links(links, engine)
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+async def test_ipv6_handshake(context: ZmqContext) -> None:
+    address = f"tcp://[::1]:{free_port()}"
+    mode = HandshakeOwner(handshake_address=address)
+
+    assert [0] == await succeed(mode, RawEngine(context, address).start)
+
+
+async def test_chosen_addresses(engine: RawEngine, address: str, tmp_path: Path) -> None:
+    mode = HandshakeOwner(
+        handshake_address=address,
+        input_address=f"ipc://{tmp_path}/in",
+        output_address=f"ipc://{tmp_path}/out",
+    )
+    with trio.fail_after(5):
+        async with beside(engine.start), open_frontend(mode) as links:
+            assert (mode.input_address, mode.output_address) == (
+                links.input_address,
+                links.output_address,
+            )
+            await check_links(links, engine)
+
+
+# Bootstrapped -----------------------------------------------------------------------------------
+
+
+def bootstrapped(tmp_path: Path, **options: int) -> Bootstrapped:
+    return Bootstrapped(
+        input_address=f"ipc://{tmp_path}/in",
+        output_address=f"ipc://{tmp_path}/out",
+        ready_timeout=TICK,
+        engine_start_index=options.get("engine_start_index", 0),
+        engine_count=options.get("engine_count", 1),
+    )
+
+
+async def test_bootstrapped_by_address(context: ZmqContext, tmp_path: Path, address: str) -> None:
+    """Its engines need not begin at 0."""
+    from trio_vllm.protocol import EngineAddresses
+
+    mode = bootstrapped(tmp_path, engine_start_index=4, engine_count=2)
+    engines = [RawEngine(context, address, index) for index in (5, 4)]
+    addresses = EngineAddresses(inputs=[mode.input_address], outputs=[mode.output_address])
+
+    async def register() -> None:
+        for engine in engines:
+            engine.register(addresses)
+
+    with trio.fail_after(5):
+        async with beside(register), open_frontend(mode) as links:
+            assert [4, 5] == list(links.ready_responses)
+            for engine in engines:
+                await check_links(links, engine)
+
+
+@pytest.mark.parametrize("family", ["tcp", "ipc"])
+async def test_bootstrapped_by_descriptor(
+    context: ZmqContext, tmp_path: Path, address: str, family: str
+) -> None:
+    """The supervisor listens already; engines may have connected before we exist."""
+    from trio_vllm.protocol import EngineAddresses
+
+    places: list[object]
+    if family == "tcp":
+        kind, places = stdlib_socket.AF_INET, [("127.0.0.1", 0)] * 2
+    else:
+        kind, places = stdlib_socket.AF_UNIX, [f"{tmp_path}/in", f"{tmp_path}/out"]
+    engine = RawEngine(context, address)
+    with listening_socket(kind, places[0]) as inputs, listening_socket(kind, places[1]) as outputs:
+        names = [
+            f"tcp://127.0.0.1:{listener.getsockname()[1]}" if family == "tcp" else f"ipc://{place}"
+            for listener, place in zip((inputs, outputs), places, strict=True)
+        ]
+        engine.register(EngineAddresses(inputs=names[:1], outputs=names[1:]))
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        mode = Bootstrapped(
+            input_address=names[0],
+            output_address=names[1],
+            input_listener=os.dup(inputs.fileno()),
+            output_listener=os.dup(outputs.fileno()),
+        )
+        with trio.fail_after(5):
+            async with open_frontend(mode) as links:
+                assert names == [links.input_address, links.output_address]
+                await check_links(links, engine)
+
+
+async def test_bootstrapped_without_engines(tmp_path: Path) -> None:
+    error = await fail(bootstrapped(tmp_path, engine_count=3), trio.sleep_forever)
+
+    assert ("registration", [0, 1, 2]) == (error.phase, error.missing_engines)
+
+
+async def test_engine_of_an_earlier_frontend_does_not_register(
+    context: ZmqContext, tmp_path: Path, address: str
+) -> None:
+    """It connects again, and that is all; the error knows of such engines."""
+    from trio_vllm.protocol import EngineAddresses
+
+    mode = bootstrapped(tmp_path)
+    engine = RawEngine(context, address)
+    addresses = EngineAddresses(inputs=[mode.input_address], outputs=[mode.output_address])
+
+    async def connect() -> None:
+        engine.connect(addresses)
+
+    error = await fail(mode, connect)
+
+    (note,) = error.notes
+    assert note.startswith("1 of the connections to the input socket said nothing")
+    assert "has served another frontend does not register again" in note
+
+
+# What may not be there --------------------------------------------------------------------------
+
+
+async def test_no_engine(address: str) -> None:
+    mode = HandshakeOwner(handshake_address=address, engine_count=2, ready_timeout=TICK)
+
+    error = await fail(mode, trio.sleep_forever)
+
+    assert ("HELLO", [0, 1], TICK, []) == (
+        error.phase,
+        error.missing_engines,
+        error.seconds,
+        error.notes,
+    )
+    assert "startup failed while waiting for HELLO from engine 0, 1 (gave up after 0.3 s)" == str(
+        error
+    )
+
+
+@pytest.mark.parametrize("reached", ["HELLO", "registration", "READY"])
+async def test_engine_that_gets_stuck(context: ZmqContext, address: str, reached: str) -> None:
+    """The other one is complete; the phase is the one the stuck one has not reached."""
+    engines = [RawEngine(context, address, index) for index in range(2)]
+
+    async def start() -> None:
+        await engines[0].start()
+        addresses = await engines[1].say_hello()
+        if reached == "registration":
+            engines[1].register(addresses)
+        elif reached == "READY":
+            engines[1].say(READY)
+
+    mode = HandshakeOwner(handshake_address=address, engine_count=2, ready_timeout=TICK)
+    error = await fail(mode, start)
+
+    phase = "registration" if reached == "READY" else "READY"
+    assert (phase, [1], []) == (error.phase, error.missing_engines, error.notes)
+
+
+# What should not be there -----------------------------------------------------------------------
+
+
+async def test_second_engine_with_the_same_index(
+    context: ZmqContext, engine: RawEngine, address: str
+) -> None:
+    """ØMQ does not let us hear it, but its connection is seen."""
+
+    async def start() -> None:
+        addresses = await engine.say_hello()
+        RawEngine(context, address).say(HELLO)
+        engine.register(addresses)
+        engine.say(READY)
+
+    mode = HandshakeOwner(handshake_address=address, engine_count=2, ready_timeout=TICK)
+    error = await fail(mode, start)
+
+    assert ("HELLO", [1]) == (error.phase, error.missing_engines)
+    (note,) = error.notes
+    assert note.startswith("1 of the connections to the handshake socket said nothing")
+    assert "does not hear a second engine with the same index" in note
+
+
+async def test_second_engine_comes_when_the_first_is_ready(
+    context: ZmqContext, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def start() -> None:
+        await RawEngine(context, address).start()
+        await until(lambda: 4 == caplog.text.count("waiting for HELLO"))
+        while "said HELLO after READY" not in caplog.text:
+            # ØMQ does not hear it before it has seen the end of the first one's connection.
+            RawEngine(context, address).say(HELLO)
+            await trio.sleep(0.01)
+        await RawEngine(context, address, 1).start()
+
+    caplog.set_level("INFO")
+    assert [0, 1] == await succeed(HandshakeOwner(handshake_address=address, engine_count=2), start)
+
+
+async def test_engines_that_are_not_expected(
+    context: ZmqContext, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are told nothing; the expected one starts."""
+    strangers = [RawEngine(context, address, index) for index in (1, 2, 65535)]
+    engine = RawEngine(context, address)
+
+    async def start() -> None:
+        for stranger in strangers:
+            stranger.say(HELLO)
+        await until(lambda: 3 == caplog.text.count("which is not expected"))
+        await engine.start()
+
+    assert [0] == await succeed(HandshakeOwner(handshake_address=address), start)
+    for index in (1, 2, 65535):
+        assert f"engine {index}, which is not expected, spoke on the handshake" in caplog.text
+
+
+async def test_garbage_before_everything(context: ZmqContext, address: str) -> None:
+    """Each of it is named if the startup fails, and does no harm if it does not."""
+    engine = RawEngine(context, address)
+
+    async def start() -> None:
+        engine.say(READY)
+        engine.say(b"\xc1")
+        engine.say(HELLO, b"")
+        engine.say(b"")
+        addresses = await engine.say_hello()
+        engine.register(addresses, b"\x80")
+        engine.input.send_nowait([b"1", b"2"])
+
+    mode = HandshakeOwner(handshake_address=address, ready_timeout=TICK)
+    error = await fail(mode, start)
+
+    assert "READY" == error.phase
+    notes = "; ".join(error.notes)
+    assert "engine 0 said READY out of turn" in notes
+    assert "engine 0 sent garbage: cannot decode" in notes
+    assert "a message of 3 frames came on the handshake socket" in notes
+    assert "a message of 3 frames came on the input socket" in notes
+    assert "said nothing" not in notes
+
+    engine = RawEngine(context, address)
+
+    async def start_anyway() -> None:
+        await start()
+        engine.register(await engine.say_hello())
+        engine.say_ready()
+
+    assert [0] == await succeed(mode, start_anyway)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+@pytest.mark.parametrize("greeting", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b""])
+async def test_stranger_on_the_handshake_port(greeting: bytes, leaves: bool) -> None:
+    """ØMQ does not tell it from an old peer that has little to say, until it leaves."""
+    port = free_port()
+
+    async def call() -> None:
+        async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+            await stream.send_all(greeting)
+            if not leaves:
+                await trio.sleep_forever()
+
+    mode = HandshakeOwner(handshake_address=f"tcp://127.0.0.1:{port}", ready_timeout=TICK)
+    error = await fail(mode, call)
+
+    assert ("HELLO", [0]) == (error.phase, error.missing_engines)
+    (note,) = error.notes
+    fault = "did not speak ZeroMQ" if leaves else "said nothing"
+    assert note.startswith(f"1 of the connections to the handshake socket {fault}")
+
+
+# Engines that die and come back -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reached", ["HELLO", "registration", "READY"])
+async def test_engine_dies_and_comes_back(
+    context: ZmqContext, address: str, reached: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    other, first = RawEngine(context, address, 1), RawEngine(context, address)
+
+    async def start() -> None:
+        addresses = await first.say_hello()
+        if reached != "HELLO":
+            first.register(addresses)
+        if reached == "READY":
+            first.say(READY)
+        steps = ["", "HELLO", "registration", "READY"].index(reached)
+        await until(lambda: caplog.text.count("waiting for HELLO") == 1 + steps)
+        first.die()
+        left = "left before" if reached == "HELLO" else "was lost during startup"
+        await until(lambda: left in caplog.text)
+        await start_again()
+        await other.start()
+
+    async def start_again() -> None:
+        # Likewise: until ØMQ has seen the end of the first one's connection.
+        while True:
+            engine = RawEngine(context, address)
+            with trio.move_on_after(0.1):
+                await engine.start()
+                return
+            engine.die()
+
+    caplog.set_level("INFO")
+    mode = HandshakeOwner(handshake_address=address, engine_count=2)
+
+    assert [0, 1] == await succeed(mode, start)
+    if reached == "HELLO":
+        assert "engine 0 said HELLO again" in caplog.text
+    else:
+        assert "engine 0 was lost during startup" in caplog.text
+
+
+async def test_engine_that_dies_while_it_loads(context: ZmqContext, address: str) -> None:
+    engine = RawEngine(context, address)
+
+    async def start() -> None:
+        await engine.say_hello()
+        engine.die()
+
+    error = await fail(HandshakeOwner(handshake_address=address, ready_timeout=TICK), start)
+
+    assert ("READY", [0]) == (error.phase, error.missing_engines)
+    assert ["engine 0 left before it was READY"] == error.notes
+
+
+async def test_engine_that_dies_when_it_is_complete(context: ZmqContext, address: str) -> None:
+    """The startup may be over by then; the loss is told in either case."""
+    engine = RawEngine(context, address)
+
+    async def start() -> None:
+        await engine.start()
+        engine.die()
+
+    mode = HandshakeOwner(handshake_address=address, ready_timeout=TICK)
+    failure: StartupError | None = None
+    with trio.fail_after(5):
+        async with beside(start):
+            try:
+                async with open_frontend(mode) as links:
+                    assert 0 == await links.losses.receive()
+            except StartupError as error:
+                failure = error
+
+    if failure is not None:
+        assert ("HELLO", [0]) == (failure.phase, failure.missing_engines)
+        assert "engine 0 was lost during startup" in failure.notes
+
+
+# Time -------------------------------------------------------------------------------------------
+
+
+async def test_garbage_wins_no_time(context: ZmqContext, address: str) -> None:
+    """Nor does an engine that restarts for ever."""
+    engine = RawEngine(context, address)
+
+    async def start_again_and_again() -> None:
+        number = 0
+        while True:
+            addresses = await engine.say_hello()
+            engine.register(addresses)
+            engine.say(b"%d" % number)
+            RawEngine(context, address, number % 1000 + 1).say(HELLO)
+            number += 1
+            await trio.sleep(TICK / 10)
+
+    begin = trio.current_time()
+    await fail(HandshakeOwner(handshake_address=address, ready_timeout=TICK), start_again_and_again)
+
+    assert 3 * TICK > trio.current_time() - begin
+
+
+async def test_progress_wins_time(context: ZmqContext, address: str) -> None:
+    """The limit is that of the next message, not of all."""
+    engines = [RawEngine(context, address, index) for index in range(3)]
+
+    async def start() -> None:
+        for engine in engines:
+            await trio.sleep(0.6 * TICK)
+            await engine.start()
+
+    mode = HandshakeOwner(handshake_address=address, engine_count=3, ready_timeout=TICK)
+
+    assert [0, 1, 2] == await succeed(mode, start)
+
+
+# Addresses and numbers that cannot work ---------------------------------------------------------
+
+
+async def test_handshake_address_in_use() -> None:
+    with listening_socket(stdlib_socket.AF_INET, ("127.0.0.1", 0)) as listener:
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(AddressInUseError) as caught:
+            async with open_frontend(HandshakeOwner(handshake_address=address)):
+                raise AssertionError("it did not fail")
+
+    assert address == caught.value.address
+    assert f"address {address} is already in use" == str(caught.value)
+
+
+async def test_input_address_in_use(tmp_path: Path) -> None:
+    with listening_socket(stdlib_socket.AF_INET, ("127.0.0.1", 0)) as listener:
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        mode = Bootstrapped(input_address=address, output_address=f"ipc://{tmp_path}/out")
+        with pytest.raises(AddressInUseError, match=address):
+            async with open_frontend(mode):
+                raise AssertionError("it did not fail")
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        HandshakeOwner(handshake_address="somewhere"),
+        HandshakeOwner(handshake_address="tcp://127.0.0.1"),
+        HandshakeOwner(handshake_address="tcp://192.0.2.1:1"),
+        HandshakeOwner(handshake_address="tcp://127.0.0.1:0", host="192.0.2.1"),
+        HandshakeOwner(handshake_address="tcp://127.0.0.1:0", host=""),
+        HandshakeOwner(handshake_address="tcp://127.0.0.1:0", host="127.0.0.1:80"),
+        HandshakeOwner(handshake_address="tcp://127.0.0.1:0", output_address="udp://x"),
+        Bootstrapped(input_address="tcp://127.0.0.1:0", output_address="x"),
+        Bootstrapped(input_address="ipc://", output_address="tcp://127.0.0.1:0"),
+    ],
+    ids=str,
+)
+async def test_unusable_address(mode: HandshakeOwner | Bootstrapped) -> None:
+    with pytest.raises(ConfigurationError, match=r"address|listen"):
+        async with open_frontend(mode):
+            raise AssertionError("it did not fail")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"engine_count": 0},
+        {"engine_count": -1},
+        {"engine_count": 65537},
+        {"ready_timeout": 0},
+        {"ready_timeout": -1.0},
+        {"ready_timeout": math.nan},
+        {"heartbeat_timeout": 0},
+    ],
+    ids=str,
+)
+def test_impossible_numbers(options: dict[str, float]) -> None:
+    """They are refused before anything is opened."""
+    with pytest.raises(ConfigurationError):
+        HandshakeOwner(handshake_address="tcp://127.0.0.1:1", **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError):
+        Bootstrapped(input_address="", output_address="", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("start", "count", "size", "is_possible"),
+    [
+        (0, 65536, None, True),
+        (65535, 1, None, True),
+        (65535, 2, None, False),
+        (-1, 2, None, False),
+        (2, 2, 4, True),
+        (2, 3, 4, False),
+        (0, 1, 0, False),
+        (65535, 2, 70000, False),
+    ],
+)
+def test_range_of_engines(start: int, count: int, size: int | None, is_possible: bool) -> None:
+    def make() -> Bootstrapped:
+        return Bootstrapped(
+            input_address="tcp://127.0.0.1:1",
+            output_address="tcp://127.0.0.1:2",
+            engine_start_index=start,
+            engine_count=count,
+            data_parallel_size=size,
+        )
+
+    if is_possible:
+        assert range(start, start + count) == make().engine_indices
+    else:
+        with pytest.raises(ConfigurationError, match="do not fit"):
+            make()
+
+
+# Leaving ----------------------------------------------------------------------------------------
+
+
+async def test_cancelling_leaves_nothing_behind(tmp_path: Path, address: str) -> None:
+    """At every step of a startup and of the block after it."""
+
+    async def run() -> None:
+        from trio_vllm.transport._context import open_context
+
+        async with open_context() as context:
+            engine = RawEngine(context, address)
+            async with (
+                beside(engine.start),
+                open_frontend(HandshakeOwner(handshake_address=address)) as links,
+            ):
+                engine.die()
+                await links.losses.receive()
+
+    assert 5 < await cancel_everywhere(run)
+
+
+async def test_last_request_gets_out(engine: RawEngine, address: str) -> None:
+    """Also if the block is left at once, by an error or by being cancelled."""
+    with trio.fail_after(5):
+        async with beside(engine.start):
+            with trio.CancelScope() as scope:
+                async with open_frontend(HandshakeOwner(handshake_address=address)) as links:
+                    for number in range(1000):
+                        links.requests.send_nowait([EngineId.of(0), b"\x01", b"%d" % number])
+                    scope.cancel()
+                    await trio.lowlevel.checkpoint()
+
+        for number in range(1000):
+            assert [b"\x01", b"%d" % number] == await engine.input.receive()
+
+
+async def test_leaving_does_not_wait_for_a_dead_engine(engine: RawEngine, address: str) -> None:
+    with trio.fail_after(5):
+        async with (
+            beside(engine.start),
+            open_frontend(HandshakeOwner(handshake_address=address)) as links,
+        ):
+            engine.die()
+            await links.losses.receive()
+            begin = trio.current_time()
+
+    assert 0.3 > trio.current_time() - begin
+
+
+async def test_connections_are_kept_alive(context: ZmqContext, address: str) -> None:
+    """So that a host that vanishes is noticed, whatever is under way to it."""
+    engine = RawEngine(context, address)
+    with trio.fail_after(5):
+        async with (
+            beside(engine.start),
+            open_frontend(HandshakeOwner(handshake_address=address)) as links,
+        ):
+            assert isinstance(links.losses, trio.abc.ReceiveChannel)
+            descriptors: list[int] = list(getattr(links.losses, "_engine_of"))  # noqa: B009
+            (descriptor,) = descriptors
+            with stdlib_socket.socket(fileno=os.dup(descriptor)) as connection:
+                tcp = stdlib_socket.IPPROTO_TCP
+                assert connection.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_KEEPALIVE)
+                options = [
+                    connection.getsockopt(tcp, option)
+                    for option in (
+                        stdlib_socket.TCP_KEEPIDLE,
+                        stdlib_socket.TCP_KEEPINTVL,
+                        stdlib_socket.TCP_KEEPCNT,
+                        stdlib_socket.TCP_USER_TIMEOUT,
+                    )
+                ]
+
+    assert [10, 5, 4, 30_000] == options
