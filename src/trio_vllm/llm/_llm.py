@@ -207,16 +207,18 @@ async def open_llm(
       stats_interval: Seconds between two log lines about throughput and load.
     """
     observers = [] if metrics is None else [metrics]
-    async with open_client(
-        mode,
-        client_index=client_index,
-        vocab_size=vocab_size,
-        structured_outputs_backend=structured_outputs_backend,
-    ) as client:
-        if stats_interval == math.inf:
-            yield Llm(client, randomize_request_ids=randomize_request_ids, observers=observers)
-            return
+    pumps = []
+    if stats_interval != math.inf:
         line = StatsLine(stats_interval)
         observers.append(line)
-        async with running(line.run):
-            yield Llm(client, randomize_request_ids=randomize_request_ids, observers=observers)
+        pumps.append(line.run)
+    async with (
+        open_client(
+            mode,
+            client_index=client_index,
+            vocab_size=vocab_size,
+            structured_outputs_backend=structured_outputs_backend,
+        ) as client,
+        running(*pumps),
+    ):
+        yield Llm(client, randomize_request_ids=randomize_request_ids, observers=observers)
