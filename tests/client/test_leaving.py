@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import AsyncExitStack
 
 import pytest
@@ -164,20 +165,30 @@ async def test_an_abort_that_crosses_the_last_token_changes_nothing() -> None:
 
 
 async def test_nothing_grows_with_the_number_of_requests() -> None:
+    ends = ("finished", "left", "aborted", "unreadable")
     async with open_world(2) as world:
-        for number in range(2_000):
-            streams = [OutputStream(f"{number}/{kind}") for kind in ("finished", "left", "aborted")]
-            finished, left, aborted = streams
-            for stream in streams:
+        for batch in range(25):
+            streams = {
+                end: [OutputStream(f"{batch}/{number}/{end}") for number in range(100)]
+                for end in ends
+            }
+            for stream in itertools.chain(*streams.values()):
                 world.client.submit(make_request(stream.request_id), stream)
-            engine = world.engines[finished.engine_index]
-            last = make_output([7], finished.request_id, finish_reason=FinishReason.LENGTH)
-            await engine.send(last)
-            world.client.drop(left)
-            world.client.abort([aborted.request_id])
             for engine in world.engines:
-                engine.received()
-        await wait_all_tasks_blocked()
+                assert 200 == len(engine.requests())
+                await engine.send(
+                    *[
+                        make_output([7], stream.request_id, finish_reason=FinishReason.LENGTH)
+                        for stream in streams["finished"]
+                        if stream.engine_index == engine.index
+                    ],
+                    finished_requests=[stream.request_id for stream in streams["unreadable"]],
+                )
+            for stream in streams["left"]:
+                world.client.drop(stream)
+            world.client.abort([stream.request_id for stream in streams["aborted"]])
+            await wait_all_tasks_blocked()
+            assert [1, 1] == [len(engine.aborts()) for engine in world.engines]
 
         world.assert_tidy()
         assert [0, 0] == [world.client._balancer.in_flight(index) for index in range(2)]

@@ -1,0 +1,119 @@
+"""`Llm.encode`: a prompt becomes an array."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.client.world import make_output
+from tests.llm.world import open_llm_world
+from trio.testing import assert_checkpoints, wait_all_tasks_blocked
+
+from trio_vllm._errors import EmptyPromptError
+from trio_vllm.llm import EncodeRequest
+from trio_vllm.protocol import (
+    FinishReason,
+    PoolingParams,
+    PrefillStats,
+    RequestErrorInfo,
+    Tensor,
+)
+
+EMBED = PoolingParams(task="embed", dimensions=3)
+VALUES = np.array([0.5, -1.0, 2.0], np.float32)
+
+
+def make_prompt(**fields: Any) -> EncodeRequest:
+    values: dict[str, Any] = {"prompt_token_ids": [1, 2], "pooling_params": EMBED, **fields}
+    return EncodeRequest(**values)
+
+
+async def test_the_pooled_prompt() -> None:
+    async with open_llm_world() as world:
+        outcome = await world.start(lambda: world.llm.encode(make_prompt(request_id="e")))
+        (request,) = world.engine.requests()
+        await world.finish(
+            request.request_id,
+            [],
+            pooling_output=Tensor.from_numpy(VALUES),
+            prefill_stats=PrefillStats(num_cached_tokens=1),
+            finish_reason=FinishReason.STOP,
+        )
+
+        output = outcome.get()
+        assert (None, EMBED, "e") == (
+            request.sampling_params,
+            request.pooling_params,
+            request.external_req_id,
+        )
+        assert ("e", [1, 2], FinishReason.STOP) == (
+            output.request_id,
+            output.prompt_token_ids,
+            output.finish_reason,
+        )
+        assert output.data is not None
+        assert VALUES.tolist() == output.data.tolist()
+        usage = output.completion.usage
+        assert usage is not None
+        assert (2, 0, 1) == (usage.prompt_tokens, usage.output_tokens, usage.cached_tokens)
+        world.assert_tidy()
+
+
+async def test_the_array_may_come_before_the_end() -> None:
+    async with open_llm_world() as world:
+        outcome = await world.start(lambda: world.llm.encode(make_prompt()))
+        (request,) = world.engine.requests()
+        await world.engine.send(
+            make_output([], request.request_id, pooling_output=Tensor.from_numpy(VALUES))
+        )
+        await world.finish(request.request_id, [], finish_reason=FinishReason.STOP)
+
+        assert outcome.get().data is not None
+
+
+async def test_what_the_engine_has_against_it() -> None:
+    async with open_llm_world() as world:
+        outcome = await world.start(lambda: world.llm.encode(make_prompt()))
+        error = RequestErrorInfo(code="validation_error", message="no")
+        await world.finish(
+            world.engine.requests()[0].request_id,
+            [],
+            finish_reason=FinishReason.ERROR,
+            error=error,
+        )
+
+        output = outcome.get()
+        assert (FinishReason.ERROR, None, error) == (
+            output.finish_reason,
+            output.data,
+            output.completion.error,
+        )
+
+
+async def test_it_can_be_aborted() -> None:
+    async with open_llm_world() as world:
+        outcome = await world.start(lambda: world.llm.encode(make_prompt(request_id="e")))
+        world.llm.abort(["e"])
+        await wait_all_tasks_blocked()
+
+        assert (FinishReason.ABORT, None) == (outcome.get().finish_reason, outcome.get().data)
+
+
+async def test_an_empty_prompt_is_refused() -> None:
+    async with open_llm_world() as world:
+        with pytest.raises(EmptyPromptError):
+            await world.llm.encode(make_prompt(prompt_token_ids=[]))
+        world.assert_tidy()
+
+
+async def test_encode_always_checkpoints() -> None:
+    async with open_llm_world() as world:
+
+        async def answer() -> None:
+            await wait_all_tasks_blocked()
+            await world.finish(world.engine.requests()[0].request_id, [])
+
+        world.nursery.start_soon(answer)
+        with assert_checkpoints():
+            await world.llm.encode(make_prompt())

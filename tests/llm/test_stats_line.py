@@ -1,0 +1,148 @@
+"""The log line about throughput and load."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import trio
+from tests.client.world import World, make_output, open_world
+from tests.llm.world import make_prompt
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from trio_vllm.client import EngineCoreClient
+from trio_vllm.llm import Llm, open_llm
+from trio_vllm.llm._observer import Observer
+from trio_vllm.protocol import (
+    EngineCoreEvent,
+    EventType,
+    PrefillStats,
+    PrefixCacheStats,
+    SchedulerStats,
+)
+from trio_vllm.transport import HandshakeOwner
+
+
+@asynccontextmanager
+async def open_llm_in_memory(
+    monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> AsyncIterator[tuple[Llm, World]]:
+    """What `open_llm` gives, over two engines in memory."""
+    async with open_world(2) as world:
+
+        @asynccontextmanager
+        async def open_client(*_: object, **__: object) -> AsyncIterator[EngineCoreClient]:
+            yield world.client
+
+        monkeypatch.setattr("trio_vllm.llm._llm.open_client", open_client)
+        mode = HandshakeOwner(handshake_address="tcp://127.0.0.1:1")
+        async with open_llm(mode, **options) as llm:
+            yield llm, world
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
+    """The lines since the last call, with their levels."""
+    found = [
+        (record.levelno, record.getMessage())
+        for record in caplog.records
+        if record.name == "trio_vllm.llm"
+    ]
+    caplog.clear()
+    return found
+
+
+async def test_the_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, autojump_clock: MockClock
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with open_llm_in_memory(monkeypatch, stats_interval=10) as (llm, world):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(llm.generate, make_prompt())
+            await wait_all_tasks_blocked()
+            engine = world.engines[0]
+            (request,) = engine.requests()
+            await engine.send(
+                make_output(
+                    list(range(25)),
+                    request.request_id,
+                    prefill_stats=PrefillStats(num_prompt_tokens=9, num_computed_tokens=5),
+                    events=[EngineCoreEvent(EventType.PREEMPTED, 1.0)],
+                ),
+                scheduler_stats=SchedulerStats(
+                    num_running_reqs=3,
+                    num_waiting_reqs=1,
+                    num_skipped_waiting_reqs=1,
+                    kv_cache_usage=0.5,
+                    prefix_cache_stats=PrefixCacheStats(queries=8, hits=2),
+                ),
+            )
+            await world.engines[1].report(running=4, kv_cache_usage=0.25)
+            await trio.sleep(10.5)
+
+            assert [
+                (
+                    logging.INFO,
+                    "prompt throughput 0.5 tokens/s, generation throughput 2.5 tokens/s,"
+                    " running 7, waiting 2, KV cache usage 37.5%, preemptions 1,"
+                    " prefix cache hit rate 25.0%",
+                )
+            ] == lines(caplog)
+            await trio.sleep(20)
+            idle = (
+                "prompt throughput 0.0 tokens/s, generation throughput 0.0 tokens/s,"
+                " running 7, waiting 2, KV cache usage 37.5%"
+            )
+            assert [(logging.INFO, idle), (logging.DEBUG, idle)] == lines(caplog)
+            llm.abort()
+    await trio.sleep(100)
+    assert [] == lines(caplog)
+
+
+async def test_there_is_none_unless_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, autojump_clock: MockClock
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with open_llm_in_memory(monkeypatch) as (llm, _):
+        await trio.sleep(1_000)
+
+        assert () == tuple(llm._observers)
+    assert [] == lines(caplog)
+
+
+@pytest.mark.parametrize("interval", [0, -1, math.nan])
+async def test_an_interval_that_makes_no_sense(
+    monkeypatch: pytest.MonkeyPatch, interval: float
+) -> None:
+    with pytest.raises(ValueError, match="stats_interval"):
+        async with open_llm_in_memory(monkeypatch, stats_interval=interval):
+            raise AssertionError("it was opened")
+
+
+async def test_metrics_and_the_line_do_not_mind_each_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, autojump_clock: MockClock
+) -> None:
+    class Counting(Observer):
+        count = 0
+
+        def scheduler_stats(self, engine_index: int, stats: SchedulerStats) -> None:
+            self.count += 1
+
+    caplog.set_level(logging.DEBUG)
+    metrics = Counting()
+    options = {"metrics": metrics, "stats_interval": 1}
+    async with open_llm_in_memory(monkeypatch, **options) as (_, world):
+        await world.engines[0].report(running=1)
+        await trio.sleep(1.5)
+
+    assert 1 == metrics.count
+    assert 1 == len(lines(caplog))
+
+
+async def test_what_the_block_raises_comes_out_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with open_llm_in_memory(monkeypatch, stats_interval=1):
+            raise ZeroDivisionError

@@ -1,0 +1,224 @@
+"""`Llm.stream`: what is new, merged if the caller is slower than the engine."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+import trio
+from tests.client.world import make_output
+from tests.llm.logprobs import make_logprobs
+from tests.llm.world import LlmWorld, make_prompt, open_llm_world
+from trio.testing import MockClock, assert_checkpoints, wait_all_tasks_blocked
+
+from trio_vllm._errors import ClientClosedError, DecodeError, EngineDeadError
+from trio_vllm.llm import CompletionOutput, GenerateStream
+from trio_vllm.protocol import FinishReason
+
+
+async def enter(
+    world: LlmWorld, stack: AsyncExitStack, **params: Any
+) -> tuple[GenerateStream, str]:
+    """Start a stream; gives it and the id that the engine knows."""
+    stream = await stack.enter_async_context(world.llm.stream(make_prompt(**params)))
+    (request,) = world.engine.requests()
+    return stream, request.request_id
+
+
+async def deliveries(world: LlmWorld, stream: GenerateStream) -> list[list[int]]:
+    """The token ids of all that can be delivered now."""
+    got: list[list[int]] = []
+    with trio.CancelScope() as scope:
+
+        async def cancel() -> None:
+            await wait_all_tasks_blocked()
+            scope.cancel()
+
+        world.nursery.start_soon(cancel)
+        async for delta in stream:
+            got += [delta.token_ids]
+    return got
+
+
+async def test_a_delivery_per_output() -> None:
+    async with open_llm_world() as world, AsyncExitStack() as stack:
+        stream, request_id = await enter(world, stack)
+        deltas: list[CompletionOutput] = []
+
+        async def read() -> list[CompletionOutput]:
+            deltas.extend([delta async for delta in stream])
+            return deltas
+
+        outcome = await world.start(read)
+        for token_ids in ([7], [8, 9], [10]):
+            await world.engine.emit(request_id, token_ids)
+        await world.finish(request_id, [2])
+
+        assert [[7], [8, 9], [10], [2]] == [delta.token_ids for delta in outcome.get()]
+        assert [False, False, False, True] == [delta.finished for delta in deltas]
+        assert "x" == stream.request_id
+        usage, timings = deltas[-1].usage, deltas[-1].timings
+        assert usage is not None
+        assert timings is not None
+        assert 5 == usage.output_tokens
+        assert all(delta.usage is None for delta in deltas[:-1])
+        world.world.assert_tidy()
+
+
+async def test_a_slow_caller_gets_all_that_came_at_once() -> None:
+    async with open_llm_world() as world, AsyncExitStack() as stack:
+        stream, request_id = await enter(world, stack, logprobs=0)
+        for token in range(5):
+            logprobs = make_logprobs([token], 2)
+            await world.engine.emit(request_id, [token], new_logprobs=logprobs)
+
+        delta = await anext(stream)
+        assert [0, 1, 2, 3, 4] == delta.token_ids
+        assert delta.logprobs is not None
+        assert [0, 1, 2, 3, 4] == [position.token.token_id for position in delta.logprobs]
+
+        await world.engine.emit(request_id, [5], new_logprobs=make_logprobs([5], 2))
+        await world.finish(request_id, [6], new_logprobs=make_logprobs([6], 2))
+        last = await anext(stream)
+        assert ([5, 6], FinishReason.LENGTH) == (last.token_ids, last.finish_reason)
+        assert last.logprobs is not None
+        assert (2, 1) == last.logprobs.token_ids.shape
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+
+async def test_the_stream_interval() -> None:
+    """The first token comes at once, then every third, and the end at once."""
+    async with open_llm_world() as world, AsyncExitStack() as stack:
+        stream, request_id = await enter(world, stack, stream_interval=3)
+        expected: list[list[list[int]]] = [
+            [[0]],
+            [],
+            [],
+            [[1, 2, 3]],
+            [],
+            [],
+            [[4, 5, 6]],
+            [],
+        ]
+        for token, due in enumerate(expected):
+            await world.engine.emit(request_id, [token])
+            assert due == await deliveries(world, stream)
+        await world.engine.emit(request_id, [8, 9, 10, 11])
+        assert [[7, 8, 9, 10, 11]] == await deliveries(world, stream)
+        await world.finish(request_id, [12])
+        assert [[12]] == await deliveries(world, stream)
+
+
+async def test_prompt_logprobs_come_with_the_first_delivery() -> None:
+    async with open_llm_world() as world, AsyncExitStack() as stack:
+        stream, request_id = await enter(world, stack, prompt_logprobs=1)
+        for token_ids in ([2], [3]):
+            chunk = make_logprobs(token_ids, 2)
+            await world.engine.emit(request_id, new_prompt_logprobs_tensors=chunk)
+        assert [] == await deliveries(world, stream)
+        await world.engine.emit(request_id, [7])
+        first = await anext(stream)
+        await world.finish(request_id, [8])
+        last = await anext(stream)
+
+        assert first.prompt_logprobs is not None
+        assert 2 == len(first.prompt_logprobs)
+        assert last.prompt_logprobs is None
+
+
+async def test_an_end_without_tokens_is_a_delivery() -> None:
+    async with open_llm_world() as world, AsyncExitStack() as stack:
+        stream, request_id = await enter(world, stack)
+        await world.engine.emit(request_id, [7])
+        await anext(stream)
+        await world.finish(request_id, [], finish_reason=FinishReason.STOP)
+
+        last = await anext(stream)
+        assert ([], FinishReason.STOP) == (last.token_ids, last.finish_reason)
+
+
+async def test_leaving_early_aborts() -> None:
+    async with open_llm_world() as world:
+        async with AsyncExitStack() as stack:
+            stream, request_id = await enter(world, stack)
+            await world.engine.emit(request_id, [7])
+            async for _ in stream:
+                break
+        await wait_all_tasks_blocked()
+
+        assert [[request_id]] == world.engine.aborts()
+        world.assert_tidy()
+
+
+async def test_a_finished_stream_is_not_aborted() -> None:
+    async with open_llm_world() as world:
+        async with AsyncExitStack() as stack:
+            _, request_id = await enter(world, stack)
+            await world.finish(request_id)
+        await wait_all_tasks_blocked()
+
+        assert [] == world.engine.aborts()
+        world.assert_tidy()
+
+
+async def test_what_came_before_an_error_is_delivered_first(autojump_clock: MockClock) -> None:
+    async with open_llm_world() as world, AsyncExitStack() as stack:
+        stream, request_id = await enter(world, stack, stream_interval=10)
+        await world.engine.emit(request_id, [7])
+        assert [7] == (await anext(stream)).token_ids
+        await world.engine.emit(request_id, [8])
+        await world.engine.die()
+        await trio.sleep(1)
+
+        assert [8] == (await anext(stream)).token_ids
+        for _ in range(2):
+            with assert_checkpoints(), pytest.raises(EngineDeadError):
+                await anext(stream)
+
+
+async def test_an_output_that_cannot_be_read() -> None:
+    async with open_llm_world() as world, AsyncExitStack() as stack:
+        stream, request_id = await enter(world, stack)
+        await world.engine.send(
+            make_output([7, 8], request_id, new_logprobs=make_logprobs([7], 1)),
+        )
+
+        with pytest.raises(DecodeError):
+            await anext(stream)
+        await wait_all_tasks_blocked()
+        assert [[request_id]] == world.engine.aborts()
+
+
+async def test_the_client_is_closed() -> None:
+    async with open_llm_world() as world, AsyncExitStack() as stack:
+        stream, _ = await enter(world, stack)
+        world.llm.client.close()
+
+        with pytest.raises(ClientClosedError):
+            await anext(stream)
+
+
+async def test_one_reader_at_a_time() -> None:
+    async with open_llm_world() as world, AsyncExitStack() as stack:
+        stream, request_id = await enter(world, stack)
+        outcome = await world.start(stream.__anext__)
+        with pytest.raises(trio.BusyResourceError):
+            await anext(stream)
+        await world.engine.emit(request_id, [7])
+
+        assert [7] == outcome.get().token_ids
+
+
+async def test_iterating_always_checkpoints() -> None:
+    async with open_llm_world() as world, AsyncExitStack() as stack:
+        stream, request_id = await enter(world, stack)
+        world.nursery.start_soon(world.engine.emit, request_id, [7])
+        with assert_checkpoints():
+            await anext(stream)
+        await world.finish(request_id)
+        with assert_checkpoints():
+            await anext(stream)
+        with assert_checkpoints(), pytest.raises(StopAsyncIteration):
+            await anext(stream)
