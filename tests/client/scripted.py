@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import attrs
 import trio
 from tests.memory import MemoryReceiver, MemoryRouter, MemorySender, open_memory_connection
 
+from trio_vllm._background import running
 from trio_vllm.client import EngineCoreClient
 from trio_vllm.protocol import (
     EngineCoreReadyResponse,
@@ -100,9 +102,9 @@ async def scripted_engines(
     responses = {i: ready_response(i, vllm_version=version) for i, version in enumerate(versions)}
     links = EngineLinks("memory:in", "memory:out", responses, router, outputs, losses)
     client = EngineCoreClient(links)
-    async with trio.open_nursery() as nursery, client.running():
-        for index in responses:
-            inputs = router.connect(EngineId.of(index))
-            nursery.start_soon(engines.serve, index, inputs, send_output)
+    servers = [
+        partial(engines.serve, index, router.connect(EngineId.of(index)), send_output)
+        for index in responses
+    ]
+    async with running(*servers), client.running():
         yield client, engines
-        nursery.cancel_scope.cancel()

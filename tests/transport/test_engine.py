@@ -397,7 +397,7 @@ async def leave_with_outputs(frontend: RawFrontend, *, client_lives: bool) -> fl
             for number in range(1000):
                 links.outputs[0].send_nowait([b"%d" % number])
             begin = trio.current_time()
-        return trio.current_time() - begin
+    return trio.current_time() - begin
 
 
 async def test_last_outputs_get_out(frontend: RawFrontend) -> None:

@@ -29,9 +29,9 @@ from trio_vllm._errors import (
     PeerGoneError,
     StartupError,
 )
-from trio_vllm.protocol import EngineId
+from trio_vllm.protocol import EngineAddresses, EngineId
 from trio_vllm.transport import Bootstrapped, EngineLinks, HandshakeOwner, open_frontend
-from trio_vllm.transport._context import ZmqContext
+from trio_vllm.transport._context import ZmqContext, open_context
 
 Script = Callable[[], Awaitable[object]]
 
@@ -160,13 +160,12 @@ def bootstrapped(tmp_path: Path, **options: int) -> Bootstrapped:
 
 async def test_bootstrapped_by_address(context: ZmqContext, tmp_path: Path, address: str) -> None:
     """Its engines need not begin at 0."""
-    from trio_vllm.protocol import EngineAddresses
-
     mode = bootstrapped(tmp_path, engine_start_index=4, engine_count=2)
     engines = [RawEngine(context, address, index) for index in (5, 4)]
     addresses = EngineAddresses(inputs=[mode.input_address], outputs=[mode.output_address])
 
     async def register() -> None:
+        await trio.lowlevel.checkpoint()
         for engine in engines:
             engine.register(addresses)
 
@@ -182,8 +181,6 @@ async def test_bootstrapped_by_descriptor(
     context: ZmqContext, tmp_path: Path, address: str, family: str
 ) -> None:
     """The supervisor listens already; engines may have connected before we exist."""
-    from trio_vllm.protocol import EngineAddresses
-
     places: list[object]
     if family == "tcp":
         kind, places = stdlib_socket.AF_INET, [("127.0.0.1", 0)] * 2
@@ -219,13 +216,12 @@ async def test_engine_of_an_earlier_frontend_does_not_register(
     context: ZmqContext, tmp_path: Path, address: str
 ) -> None:
     """It connects again, and that is all; the error knows of such engines."""
-    from trio_vllm.protocol import EngineAddresses
-
     mode = bootstrapped(tmp_path)
     engine = RawEngine(context, address)
     addresses = EngineAddresses(inputs=[mode.input_address], outputs=[mode.output_address])
 
     async def connect() -> None:
+        await trio.lowlevel.checkpoint()
         engine.connect(addresses)
 
     error = await fail(mode, connect)
@@ -603,8 +599,6 @@ async def test_cancelling_leaves_nothing_behind(tmp_path: Path, address: str) ->
     """At every step of a startup and of the block after it."""
 
     async def run() -> None:
-        from trio_vllm.transport._context import open_context
-
         async with open_context() as context:
             engine = RawEngine(context, address)
             async with (

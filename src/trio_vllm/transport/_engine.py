@@ -53,7 +53,6 @@ class FrontendLoss:
 
     async def wait(self) -> None:
         """Wait for the connection to break; one task at a time."""
-        await trio.lowlevel.checkpoint()
         await self._connection.wait_lost()
 
 
@@ -186,6 +185,7 @@ class _Joining:
 
     async def pass_gate(self, addresses: EngineAddresses) -> CoordinatorLinks | None:
         """Subscribe at the coordinator, if there is one, and wait until every engine has."""
+        await trio.lowlevel.checkpoint()
         if addresses.coordinator_input is None or addresses.coordinator_output is None:
             return None
         broadcasts = self._context.socket(SocketType.XSUB, identity=self._engine_id)
@@ -205,6 +205,7 @@ class _Joining:
 
         Upstream's engines do not; but to whom there never was a connection, none can be lost.
         """
+        await trio.lowlevel.checkpoint()
         for connection in self.connections:
             with trio.move_on_after(self._timeout) as scope:
                 await connection.wait_open()

@@ -67,6 +67,7 @@ class StartupRun:
         if self._handshake is not None:
             pumps += [self._take_reports, self._watch_handshakes]
         self._look()
+        await trio.lowlevel.checkpoint()
         with self._patience:
             # An engine may be lost while the pumps come to rest, hence again.
             while self._machine.phase is not None:

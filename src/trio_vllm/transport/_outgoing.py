@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import trio
 import zmq
 
 from trio_vllm.transport._monitor import PeerEvent, PeerEventKind, PeerMonitor
@@ -37,11 +38,13 @@ class OutgoingConnection:
 
     async def wait_open(self) -> None:
         """Wait until somebody who speaks ZeroMQ is at the other end, or was."""
+        await trio.lowlevel.checkpoint()
         while not self._is_open:
             self._take(await self._monitor.receive())
 
     async def wait_lost(self) -> None:
         """Wait until it has been open and has broken."""
+        await trio.lowlevel.checkpoint()
         while not self._is_lost:
             self._take(await self._monitor.receive())
 
