@@ -44,7 +44,9 @@ RULES = {
     "llm": Allowed(frozenset({"client", "protocol", "_errors", "_background"}), IMPURE | {"trio"}),
     "mock": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
     "mock/_engine": Allowed(frozenset({"protocol", "_errors"}), frozenset({"random"})),
-    "cli": Allowed(frozenset({PUBLIC_NAMES, "mock"}), IMPURE | {"cyclopts", "rich", "trio"}),
+    "cli": Allowed(
+        frozenset({PUBLIC_NAMES, "mock", "_background"}), IMPURE | {"cyclopts", "rich", "trio"}
+    ),
     PUBLIC_NAMES: Allowed(frozenset({"llm", "client", "transport", "protocol", "_errors"})),
     "__main__": Allowed(frozenset({"cli"})),
 }

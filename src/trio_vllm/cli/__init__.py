@@ -1,0 +1,45 @@
+"""The commands ``mock-engine`` and ``llm-smoke``: parse, call a public function, print, exit code.
+
+Importing this package costs next to nothing, and showing a command's help not much more: what runs
+a command is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn
+
+__all__ = ["llm_smoke", "mock_engine"]
+
+
+def llm_smoke() -> NoReturn:
+    """Run ``llm-smoke`` on the command line of this process."""
+    _end_at_once_on_signals(lambda number: 128 + number)
+    from trio_vllm.cli._llm_smoke import main
+
+    sys.exit(main())
+
+
+def mock_engine() -> NoReturn:
+    """Run ``mock-engine`` on the command line of this process."""
+    _end_at_once_on_signals(lambda number: 0)
+    from trio_vllm.cli._mock_engine import main
+
+    sys.exit(main())
+
+
+def _end_at_once_on_signals(exit_code: Callable[[int], int]) -> None:
+    """Until trio runs, and again once it has ended, there is nothing to clean up.
+
+    Python's own way, an exception out of whatever happens to be imported, prints a traceback.
+    """
+
+    def end_at_once(number: int, _frame: FrameType | None) -> NoReturn:
+        os._exit(exit_code(number))
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end_at_once)

@@ -1,0 +1,113 @@
+"""What goes wrong is told in one line, whoever's fault it is."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import trio
+from tests.cli.conftest import RunSmoke
+from tests.cli.fake_engine import FakeEngine
+
+from trio_vllm import (
+    DecodeError,
+    EngineDeadError,
+    Llm,
+)
+from trio_vllm.cli import _smokes
+from trio_vllm.cli._llm_smoke import app
+from trio_vllm.cli._report import Report
+from trio_vllm.cli._smoke_run import FAILED
+
+
+async def test_an_address_in_use_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """At once."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+
+        assert FAILED == await app.run_async(["generate", "--handshake-address", address])
+
+    assert capsys.readouterr().err == f"llm-smoke: address {address} is already in use\n"
+
+
+async def test_a_host_that_is_not_ours(run_smoke: RunSmoke) -> None:
+    """The address that cannot be bound is named."""
+    outcome = await run_smoke("generate", "--host", "192.0.2.1", engines=[])
+
+    (line,) = outcome.err.splitlines()
+    assert outcome.exit_code == FAILED
+    assert "tcp://192.0.2.1:0" in line
+
+
+async def test_the_missing_engine_is_named(run_smoke: RunSmoke) -> None:
+    """If only one of two comes."""
+    outcome = await run_smoke("generate", "--engine-count=2", "--ready-timeout-secs=0.2")
+
+    assert outcome.exit_code == FAILED
+    assert "waiting for HELLO from engine 1 (gave up after 0.2 s)" in outcome.err
+
+
+async def test_a_stranger_is_told_of(run_smoke: RunSmoke) -> None:
+    """An engine with an unexpected index is no reason to fail, but worth a note if nothing comes."""
+    outcome = await run_smoke("generate", "--ready-timeout-secs=0.2", engines=[FakeEngine(7)])
+
+    (line,) = outcome.err.splitlines()
+    assert outcome.exit_code == FAILED
+    assert "HELLO from engine 0" in line
+    assert "7" in line.partition("; ")[2]
+
+
+async def test_an_engine_that_is_lost(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In mid-request: the request never ends, its engine does."""
+    engine = FakeEngine(is_mute=True)
+
+    async def serve_until_asked() -> None:
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(engine.serve, address)
+                await engine.asked.wait()
+                scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(serve_until_asked)
+
+        assert FAILED == await app.run_async(["generate", "--handshake-address", address])
+
+    assert capsys.readouterr().err == "llm-smoke: engine 0 is dead: its connection was lost\n"
+
+
+async def test_garbage_is_explained(run_smoke: RunSmoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the cause of the engine's death."""
+
+    async def die(_llm: Llm, _report: Report, **_: object) -> None:
+        await trio.lowlevel.checkpoint()
+        cause = DecodeError("outputs", "[3]", "is not an array")
+        raise EngineDeadError(0, "it sent garbage") from cause
+
+    monkeypatch.setattr(_smokes, "generate", die)
+
+    outcome = await run_smoke("generate")
+
+    assert outcome.err == (
+        "llm-smoke: engine 0 is dead: it sent garbage: "
+        "cannot decode outputs at [3]: is not an array\n"
+    )
+
+
+async def test_a_bug_of_ours_is_called_one(
+    run_smoke: RunSmoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its type and where to look for more."""
+
+    async def stumble(_llm: Llm, _report: Report, **_: object) -> None:
+        await trio.lowlevel.checkpoint()
+        raise ZeroDivisionError("by nothing")
+
+    monkeypatch.setattr(_smokes, "generate", stumble)
+
+    outcome = await run_smoke("generate")
+
+    assert outcome.exit_code == FAILED
+    assert outcome.err == (
+        "llm-smoke: ZeroDivisionError: by nothing (a bug of llm-smoke; --debug shows where)\n"
+    )

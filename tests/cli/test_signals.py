@@ -1,0 +1,132 @@
+"""Stopping the command, whatever it is doing."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from tests.cli import fake_engine
+from tests.cli.test_spawn import is_alive
+
+ENGINE = [sys.executable, "-u", fake_engine.__file__]
+
+LIMIT = 2.0
+"""Seconds from the signal to the end; promised is one, to those who do nothing else meanwhile."""
+
+
+@contextmanager
+def llm_smoke(*tokens: str) -> Iterator[subprocess.Popen[str]]:
+    """Run the command as a process."""
+    command = [sys.executable, "-m", "trio_vllm", "llm-smoke", *tokens, "--verbose"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def read_until(process: subprocess.Popen[str], pattern: str) -> str:
+    """Wait for a line with ``pattern``; give its first group, if it has one."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if found := re.search(pattern, line):
+            return found[found.re.groups]
+    raise AssertionError(f"it ended before {pattern!r}")
+
+
+def stop(process: subprocess.Popen[str], number: signal.Signals) -> str:
+    """Send a signal, and give what is printed from then on; within the limit."""
+    begin = time.monotonic()
+    process.send_signal(number)
+    rest, _ = process.communicate()
+    assert time.monotonic() - begin < LIMIT
+    return rest
+
+
+@pytest.mark.parametrize(
+    ("number", "exit_code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+)
+def test_while_it_waits_for_engines(address: str, number: signal.Signals, exit_code: int) -> None:
+    """One line tells that it has not passed, and so does the exit code."""
+    with llm_smoke("generate", "--handshake-address", address) as process:
+        read_until(process, "waiting for HELLO")
+
+        rest = stop(process, number)
+
+    assert rest == f"llm-smoke: stopped by {number.name} before it was done\n"
+    assert process.returncode == exit_code
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_in_mid_request(address: str, number: signal.Signals) -> None:
+    """The engines that it has started end with it, even those that do not want to."""
+    engine = [*ENGINE, address, "mute", "stubborn"]
+    tokens = ["generate", "--handshake-address", address, "--spawn", "--verbose", "--", *engine]
+    with llm_smoke(*tokens) as process:
+        pid = int(read_until(process, r"fake engine with pid (\d+)"))
+        read_until(process, "^prompt_token_ids=")
+
+        rest = stop(process, number)
+
+    assert rest == f"llm-smoke: stopped by {number.name} before it was done\n"
+    assert process.returncode == 128 + number
+    assert not is_alive(pid)
+
+
+def test_before_anything_has_begun() -> None:
+    """While modules are imported there is no traceback either."""
+    script = (
+        "import os, signal, sys; sys.argv = ['llm-smoke', 'generate', '--mock'];"
+        "import trio_vllm.cli as cli;"
+        "sys.meta_path.insert(0, type('', (), {'find_spec': staticmethod("
+        "lambda *_: os.kill(os.getpid(), signal.SIGINT))}));"
+        "cli.llm_smoke()"
+    )
+
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+    assert (130, "", "") == (done.returncode, done.stdout, done.stderr)
+
+
+def test_sigint_counts_in_the_background(address: str) -> None:
+    """A shell without job control starts background commands with SIGINT ignored."""
+    tokens = f"generate --handshake-address {address} --verbose"
+    command = f"'{sys.executable}' -m trio_vllm llm-smoke {tokens} 2>&1 & echo $!; wait $!"
+    with subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, text=True) as shell:
+        pid = int(read_until(shell, r"^(\d+)$"))
+        read_until(shell, "waiting for HELLO")
+        subprocess.run(["kill", "-INT", str(pid)], check=True)
+        rest, _ = shell.communicate()
+
+    assert rest == "llm-smoke: stopped by SIGINT before it was done\n"
+    assert shell.returncode == 130
+
+
+def test_hangups_can_be_ignored(address: str) -> None:
+    """``nohup`` means what it says."""
+    command = [sys.executable, "-m", "trio_vllm", "llm-smoke", "generate", "--verbose"]
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with subprocess.Popen(
+            [*command, "--handshake-address", address, "--ready-timeout-secs", "1"],
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stderr is not None
+            assert "waiting for HELLO" in process.stderr.readline()
+            process.send_signal(signal.SIGHUP)
+            _, rest = process.communicate()
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+    assert "gave up after 1 s" in rest
+    assert process.returncode == 1

@@ -1,0 +1,131 @@
+"""``--spawn``: engines of our own, as processes, and their end."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.cli import fake_engine
+
+from trio_vllm.cli import _engine_process
+from trio_vllm.cli._llm_smoke import main
+
+ENGINE = [sys.executable, "-u", fake_engine.__file__]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs (and is not only waiting to be collected)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def pids(text: str) -> list[int]:
+    """The processes that tell of themselves in a log."""
+    return [int(pid) for pid in re.findall(r"with pid (\d+)", text)]
+
+
+def test_each_smoke_gets_a_fresh_engine(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its log is shown on demand, and it is ended before the next one starts."""
+    assert main(["all", "--spawn", "--verbose", "--", *ENGINE, "{address}"]) == 0
+    out, err = capfd.readouterr()
+
+    engines = pids(err)
+    assert len(set(engines)) == 3
+    assert not any(map(is_alive, engines))
+    assert f"engine: fake engine with pid {engines[0]}" in err
+    assert out.count("passed") == 3
+    addresses = re.findall(r"(?m)^handshake_address=(tcp://127\.0\.0\.1:[0-9]+)$", out)
+    assert len(addresses) == 3
+
+
+def test_the_log_is_not_shown_otherwise(capfd: pytest.CaptureFixture[str]) -> None:
+    """And with an address given, it is filled in."""
+    address = "ipc:///tmp/x/y"
+
+    assert main(["generate", "--spawn", f"--handshake-address={address}", "--", "/bin/false"]) == 1
+    assert "engine: " not in capfd.readouterr().err
+
+
+def test_an_early_end_is_reported_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """With its exit code and last words; nobody waits for HELLO any more."""
+    begin = time.monotonic()
+
+    assert main(["generate", "--spawn", "--", *ENGINE, "{address}", "fail"]) == 1
+
+    assert time.monotonic() - begin < 10
+    assert capfd.readouterr().err == "llm-smoke: the engine command ended with 1: no memory\n"
+
+
+def test_a_killed_engine_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
+    """In mid-request, with what is known first: its connection or its end."""
+    assert main(["generate", "--spawn", "--", *ENGINE, "{address}", "die"]) == 1
+
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "engine 0 is dead" in line or "the engine command died of SIGKILL" in line
+
+
+def test_a_command_that_does_not_exist(capfd: pytest.CaptureFixture[str]) -> None:
+    """One line, no traceback."""
+    assert main(["generate", "--spawn", "--", "/no/such/engine", "{port}"]) == 1
+    assert capfd.readouterr().err == (
+        "llm-smoke: cannot start /no/such/engine: No such file or directory\n"
+    )
+
+
+def test_a_stubborn_engine_is_killed_with_its_children(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM, and after a while SIGKILL, to the whole group."""
+    monkeypatch.setattr(_engine_process, "GRACE", 0.2)
+    tokens = ["generate", "--spawn", "--verbose", "--", *ENGINE, "{address}", "stubborn", "child"]
+
+    assert main(tokens) == 0
+
+    engine, child = pids(capfd.readouterr().err)
+    assert not is_alive(engine)
+    assert not is_alive(child)
+
+
+def test_the_children_of_an_engine_that_ends_are_killed(capfd: pytest.CaptureFixture[str]) -> None:
+    """Also if it does not care for them itself."""
+    tokens = ["generate", "--spawn", "--verbose", "--", *ENGINE, "{address}", "child"]
+
+    assert main(tokens) == 0
+
+    engine, child = pids(capfd.readouterr().err)
+    assert not is_alive(engine)
+    assert not is_alive(child)
+
+
+def test_a_log_without_line_breaks_does_not_pile_up(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its last bytes are its last words."""
+    script = "import sys; sys.stdout.write('x' * 300_000 + 'end')"
+
+    assert main(["generate", "--spawn", "--", sys.executable, "-c", script, "1"]) == 1
+
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.endswith("xxend")
+    assert len(line) < 100_000
+
+
+def test_readers_that_go_away(tmp_path: Path) -> None:
+    """Nothing is printed about a broken pipe but the reason for the failure."""
+    command = [sys.executable, "-m", "trio_vllm", "llm-smoke", "generate", "--spawn", "--"]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+
+    done = subprocess.run(
+        [*command, *ENGINE, "{address}"], stdout=write_end, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write_end)
+
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "Broken pipe" in done.stderr
