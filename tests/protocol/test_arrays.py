@@ -77,7 +77,7 @@ def test_scalar_arrays_of_numpy_always_stay_in_the_payload() -> None:
     assert sent(NUMPY_ARRAY, np.array(1.5))[1] == []
 
 
-@pytest.mark.parametrize("form", [NUMPY_ARRAY, TENSOR_AS_NUMPY, TENSOR], ids=str)
+@pytest.mark.parametrize("form", [NUMPY_ARRAY, TENSOR_AS_NUMPY, TENSOR])
 def test_large_arrays_are_not_copied(form: Form[Any]) -> None:
     values = np.arange(1000, dtype="<i4").reshape(10, 100)
     value = Tensor.from_numpy(values) if form is TENSOR else values
@@ -181,7 +181,7 @@ BAD: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("raw", "where"), BAD, ids=str)
+@pytest.mark.parametrize(("raw", "where"), BAD)
 @pytest.mark.parametrize(
     "form", [NUMPY_ARRAY, TENSOR, TENSOR_AS_NUMPY], ids=["numpy", "torch", "as"]
 )
@@ -218,7 +218,6 @@ def test_torch_and_numpy_names_are_not_mixed_up() -> None:
         np.zeros(2, [("a", "i4")]),
         np.zeros(2, "V3"),
     ],
-    ids=str,
 )
 @pytest.mark.parametrize("form", [NUMPY_ARRAY, TENSOR], ids=["numpy", "torch"])
 def test_what_is_no_array_of_numbers_is_not_written(form: Form[Any], value: Any) -> None:

@@ -114,7 +114,8 @@ def _decode_slices(raw: Any, _: Frames, depth: int = 0) -> Any:
 
 def _encode_slices(value: Any, _: AuxFrames, depth: int = 0) -> Any:
     if isinstance(value, slice):
-        return [_BOUND.encode(part, []) for part in (value.start, value.stop, value.step)]
+        bounds = (value.start, value.stop, value.step)
+        return [_BOUND.encode(bound, []) for bound in bounds]
     if not isinstance(value, list | tuple):
         raise misfit("a slice or a list of slices", value)
     _limit(depth)
