@@ -14,7 +14,7 @@ class _CancelAt(trio.abc.Instrument):
 
     scope: trio.CancelScope
     number: int
-    task: trio.lowlevel.Task | None = None
+    task: trio.lowlevel.Task
     count: int = 0
 
     def after_task_step(self, task: trio.lowlevel.Task) -> None:
@@ -29,17 +29,11 @@ async def was_cancelled_at(number: int, function: Callable[[], Awaitable[object]
 
     False if it returned without being cancelled, because it has not so many.
     """
-    instrument = _CancelAt(trio.CancelScope(), number)
-
-    async def run() -> None:
-        instrument.task = trio.lowlevel.current_task()
-        with instrument.scope:
-            await function()
-
+    instrument = _CancelAt(trio.CancelScope(), number, trio.lowlevel.current_task())
     trio.lowlevel.add_instrument(instrument)
     try:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(run)
+        with instrument.scope:
+            await function()
     finally:
         trio.lowlevel.remove_instrument(instrument)
     return instrument.scope.cancelled_caught

@@ -18,8 +18,13 @@ from trio_vllm.protocol import (
 )
 
 
-async def serve(engine: Engine, mock: MockEngine) -> None:
+async def serve(
+    engine: Engine,
+    mock: MockEngine,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
     """Let a mock engine answer, for ever; it makes a step whenever nothing else is to be done."""
+    task_status.started()
     while True:
         if mock.has_work:
             await trio.lowlevel.checkpoint()
@@ -60,7 +65,7 @@ async def open_pair(
     async with open_world(engine_count, client_options=client_options) as world:
         async with trio.open_nursery() as nursery:
             for engine, mock in zip(world.engines, mocks, strict=True):
-                nursery.start_soon(serve, engine, mock)
+                await nursery.start(serve, engine, mock)
             yield world, mocks
             nursery.cancel_scope.cancel()
 

@@ -413,6 +413,7 @@ class EngineCoreClient(UtilityMethods):
     async def _pump_aborts(self) -> None:
         """Task: tell engines of aborted requests."""
         while True:
+            await trio.lowlevel.checkpoint()
             if not self._aborts:
                 await self._abort_waker.wait()
             self._send_aborts()

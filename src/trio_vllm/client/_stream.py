@@ -61,6 +61,8 @@ class OutputStream:
         """
         if self._outputs or self._ended:
             await trio.lowlevel.checkpoint()
+        else:
+            await self._waker.wait()
         while not self._outputs:
             if self._error is not None:
                 raise fresh(self._error)

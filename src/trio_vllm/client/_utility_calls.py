@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import attrs
+import trio
 
 from trio_vllm._errors import EngineCoreError, UtilityCallFailedError, fresh
-from trio_vllm.client._waker import Waker
 from trio_vllm.protocol import UtilityCallOutput
 
 
@@ -27,12 +27,12 @@ class UtilityCall:
     """The first reason, of ours, why an engine will not answer."""
     given_up: EngineCoreError | None = None
     """Why no engine will answer any more."""
-    waker: Waker = attrs.field(factory=Waker)
+    settled: trio.Event = attrs.field(factory=trio.Event)
+    """Set when no engine is missing any more."""
 
     async def wait(self) -> dict[int, Any]:
         """Wait for all outcomes; gives the results by engine index, or raises for the failures."""
-        while self.missing:
-            await self.waker.wait()
+        await self.settled.wait()
         if not self.failures:
             return dict(sorted(self.results.items()))
         if self.given_up is not None:
@@ -47,7 +47,7 @@ class UtilityCall:
         """Wait for this engine no longer."""
         self.missing.discard(engine_index)
         if not self.missing:
-            self.waker.wake()
+            self.settled.set()
 
 
 class UtilityCalls:

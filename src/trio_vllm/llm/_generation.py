@@ -21,8 +21,7 @@ class Generation:
 
     async def wait_due(self) -> Collector | None:
         """Wait until some completion has a delivery; None when all have ended."""
-        if self._is_news():
-            await trio.lowlevel.checkpoint()
+        await self._wait_for_news()
         while True:
             if due := next((c for c in self.collectors if c.is_due), None):
                 return due
@@ -32,13 +31,18 @@ class Generation:
             await self._waker.wait()
 
     async def wait_ended(self) -> None:
-        """Wait for the ends of all completions, of which there has been none yet."""
+        """Wait for the ends of all completions."""
+        await self._wait_for_news()
         while not self._has_ended():
             self._raise_error()
             await self._waker.wait()
 
-    def _is_news(self) -> bool:
-        return self._has_ended() or any(c.is_due or c.error is not None for c in self.collectors)
+    async def _wait_for_news(self) -> None:
+        """Wait until there may be something new; if there is, only let others run."""
+        if self._has_ended() or any(c.is_due or c.error is not None for c in self.collectors):
+            await trio.lowlevel.checkpoint()
+        else:
+            await self._waker.wait()
 
     def _has_ended(self) -> bool:
         return all(collector.finished for collector in self.collectors)
