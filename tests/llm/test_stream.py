@@ -12,8 +12,13 @@ from tests.llm.logprobs import make_logprobs
 from tests.llm.world import LlmWorld, make_prompt, open_llm_world
 from trio.testing import MockClock, assert_checkpoints, wait_all_tasks_blocked
 
-from trio_vllm._errors import ClientClosedError, DecodeError, EngineDeadError
-from trio_vllm.llm import CompletionOutput, GenerateStream
+from trio_vllm._errors import (
+    ClientClosedError,
+    DecodeError,
+    EngineDeadError,
+    InvalidFieldError,
+)
+from trio_vllm.llm import CompletionOutput, GenerateStream, Llm
 from trio_vllm.protocol import FinishReason
 
 
@@ -109,6 +114,32 @@ async def test_the_stream_interval() -> None:
         assert [[7, 8, 9, 10, 11]] == await deliveries(world, stream)
         await world.finish(request_id, [12])
         assert [[12]] == await deliveries(world, stream)
+
+
+@pytest.mark.parametrize(
+    ("ours", "requests", "interval"), [(3, None, 3), (3, 2, 3), (2, 3, 3), (1, None, 1)]
+)
+async def test_a_request_can_only_raise_the_interval(
+    ours: int, requests: int | None, interval: int
+) -> None:
+    async with open_llm_world(stream_interval=ours) as world, AsyncExitStack() as stack:
+        stream, request_id = await enter(world, stack, stream_interval=requests)
+        await world.engine.emit(request_id, [0])
+        await anext(stream)
+        await world.engine.emit(request_id, range(1, interval))
+        assert [] == await deliveries(world, stream)
+        await world.engine.emit(request_id, [interval])
+        assert [list(range(1, interval + 1))] == await deliveries(world, stream)
+
+
+@pytest.mark.parametrize("interval", [0, -1, "x"])
+async def test_an_interval_that_makes_no_sense_is_refused(interval: Any) -> None:
+    async with open_llm_world() as world:
+        with pytest.raises(InvalidFieldError, match="stream_interval"):
+            async with world.llm.stream(make_prompt(stream_interval=interval)):
+                raise AssertionError("it was sent")
+        with pytest.raises((ValueError, TypeError)):
+            Llm(world.llm.client, stream_interval=interval)
 
 
 async def test_prompt_logprobs_come_with_the_first_delivery() -> None:

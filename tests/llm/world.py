@@ -85,12 +85,18 @@ async def open_llm_world(
     engine_count: int = 1,
     *,
     randomize_request_ids: bool = True,
+    stream_interval: int = 1,
     observers: Sequence[Observer] = (),
     **ready: Any,
 ) -> AsyncIterator[LlmWorld]:
     """A running `Llm` and its engines, which registered with these values."""
     async with open_world(engine_count, **ready) as world:
-        llm = Llm(world.client, randomize_request_ids=randomize_request_ids, observers=observers)
+        llm = Llm(
+            world.client,
+            randomize_request_ids=randomize_request_ids,
+            stream_interval=stream_interval,
+            observers=observers,
+        )
         async with trio.open_nursery() as nursery:
             everything = LlmWorld(llm, world, nursery)
             llm._clock = everything.now

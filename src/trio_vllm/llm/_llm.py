@@ -38,13 +38,18 @@ class Llm:
         client: EngineCoreClient,
         *,
         randomize_request_ids: bool = True,
+        stream_interval: int = 1,
         observers: Sequence[Observer] = (),
     ) -> None:
         """With ``randomize_request_ids`` engines see ``{request_id}-{8 hex}``.
 
-        Without it they see the caller's ids as they are, which then must be unique.
+        Without it they see the caller's ids as they are, which then must be unique. Streams deliver
+        at least ``stream_interval`` tokens at a time after the first; a request can ask for more.
         """
+        if stream_interval < 1:
+            raise ValueError("stream_interval must be 1 or more")
         self.client = client
+        self._stream_interval = stream_interval
         self._randomize = randomize_request_ids
         self._observers = observers
         self._clock = time.time
@@ -93,7 +98,9 @@ class Llm:
         `generate` raises before anything was sent, iterating the rest.
         """
         identity, children = self._lower_generate(request)
-        interval = request.sampling_params.stream_interval or 1
+        interval = self._stream_interval
+        if type(asked := request.sampling_params.stream_interval) is int:  # or it is refused
+            interval = max(interval, asked)
         with self._submitted(identity, children, interval) as generation:
             yield GenerateStream(identity.external_id, generation)
 
@@ -194,6 +201,7 @@ async def open_llm(
     mode: HandshakeOwner | Bootstrapped,
     *,
     randomize_request_ids: bool = True,
+    stream_interval: int = 1,
     client_index: int = 0,
     vocab_size: int | None = None,
     structured_outputs_backend: str = "xgrammar",
@@ -221,4 +229,9 @@ async def open_llm(
         ) as client,
         running(*pumps),
     ):
-        yield Llm(client, randomize_request_ids=randomize_request_ids, observers=observers)
+        yield Llm(
+            client,
+            randomize_request_ids=randomize_request_ids,
+            stream_interval=stream_interval,
+            observers=observers,
+        )
