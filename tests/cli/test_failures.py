@@ -15,9 +15,9 @@ from trio_vllm import (
     Llm,
 )
 from trio_vllm.cli import _smokes
+from trio_vllm.cli._app import FAILED
 from trio_vllm.cli._llm_smoke import app
 from trio_vllm.cli._report import Report
-from trio_vllm.cli._smoke_run import FAILED
 
 
 async def test_an_address_in_use_is_named(capsys: pytest.CaptureFixture[str]) -> None:

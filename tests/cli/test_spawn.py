@@ -115,17 +115,18 @@ def test_a_log_without_line_breaks_does_not_pile_up(capfd: pytest.CaptureFixture
     assert len(line) < 100_000
 
 
-def test_readers_that_go_away(tmp_path: Path) -> None:
-    """Nothing is printed about a broken pipe but the reason for the failure."""
-    command = [sys.executable, "-m", "trio_vllm", "llm-smoke", "generate", "--spawn", "--"]
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_readers_that_go_away(options: list[str]) -> None:
+    """Nobody reads that it has passed, so it has not; there is no traceback about it."""
+    command = [sys.executable, "-m", "trio_vllm", "llm-smoke", "generate", *options, "--spawn"]
     read_end, write_end = os.pipe()
     os.close(read_end)
 
     done = subprocess.run(
-        [*command, *ENGINE, "{address}"], stdout=write_end, stderr=subprocess.PIPE, text=True
+        [*command, "--", *ENGINE, "{address}"], stdout=write_end, stderr=subprocess.PIPE, text=True
     )
     os.close(write_end)
 
     assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 1
-    assert "Broken pipe" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr

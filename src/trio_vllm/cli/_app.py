@@ -12,6 +12,9 @@ from typing import Any
 from cyclopts import App, ArgumentCollection, CycloptsError, Parameter
 from cyclopts.config import Dict, Env
 
+FAILED = 1
+"""The exit code if it could not be done."""
+
 WRONG_USAGE = 2
 """The exit code for a command line that makes no sense."""
 

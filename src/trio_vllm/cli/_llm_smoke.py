@@ -10,7 +10,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from trio_vllm.cli._app import WRONG_USAGE, invoke, new_app
+from trio_vllm.cli._app import FAILED, WRONG_USAGE, invoke, new_app
 from trio_vllm.cli._smoke_options import (
     GENERATE_MAX_TOKENS,
     LOGPROBS_MAX_TOKENS,
@@ -107,14 +107,9 @@ def main(tokens: Sequence[str] | None = None) -> int:
         app.help_print(tokens, console=app.error_console)
         return WRONG_USAGE
     try:
-        return invoke(app, tokens)
-    finally:
-        _drop_unread_output()
-
-
-def _drop_unread_output() -> None:
-    """If our reader has gone, that has been reported, and Python need not do so again."""
-    try:
+        exit_code = invoke(app, tokens)
         sys.stdout.flush()
-    except BrokenPipeError:
+    except BrokenPipeError:  # nobody reads what we print, so Python need not try again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    return exit_code

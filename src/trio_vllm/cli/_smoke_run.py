@@ -13,6 +13,7 @@ import attrs
 import trio
 
 from trio_vllm import EngineCoreClient, EngineCoreError, HandshakeOwner, Llm, open_llm
+from trio_vllm.cli._app import FAILED
 from trio_vllm.cli._engine_process import engine_process
 from trio_vllm.cli._own_engines import EnginesEndedError, Need, mock_engines
 from trio_vllm.cli._report import Report, print_json, print_table
@@ -20,12 +21,8 @@ from trio_vllm.cli._smoke_options import PORT, SmokeOptions, address_in, filled_
 from trio_vllm.cli._smokes import SmokeError
 from trio_vllm.cli._stop import until_stopped
 
-FAILED = 1
-"""The exit code if a smoke has not passed. One that was stopped by a signal has not passed either:
-then it is 128 and the signal's number, as in shells."""
-
-EXPECTED = (EngineCoreError, EnginesEndedError, SmokeError)
-"""What engines, the network or the user can cause; all else is a bug of ours."""
+EXPECTED = (EngineCoreError, EnginesEndedError, OSError, SmokeError)
+"""What engines, the system or the user can cause; all else is a bug of ours."""
 
 Smoke = Callable[[Llm, Report], Awaitable[None]]
 
@@ -33,7 +30,11 @@ Smoke = Callable[[Llm, Report], Awaitable[None]]
 async def run_smokes(
     options: SmokeOptions, command: Sequence[str], smokes: Mapping[str, Smoke]
 ) -> int:
-    """Run ``smokes``, by name, one after the other; give the exit code."""
+    """Run ``smokes``, by name, one after the other; give the exit code.
+
+    A smoke that is stopped by a signal has not passed, so a stop is no success here: its exit code
+    is 128 and the signal's number, as in shells.
+    """
     run = _Run(options, command)
     reports = {name: Report(name, quiet=options.json) for name in smokes}
 
