@@ -159,8 +159,10 @@ class RawFrontend:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Let others work until ``condition`` holds."""
-    while not condition():
+    while True:
         await trio.lowlevel.checkpoint()
+        if condition():
+            return
 
 
 @asynccontextmanager

@@ -90,7 +90,7 @@ class WeightMethods(UtilityCaller):
         """Write the weights as each worker holds them.
 
         Args:
-          path: A folder on the engines' machine.
+          path: An existing folder on the engines' machine.
           pattern: The names of the files; None is vLLM's own.
           max_size: Bytes of a file; None is vLLM's own.
           timeout: Seconds to wait for the last engine.
