@@ -280,7 +280,7 @@ REQUESTS = [
     ("pooling_params.task", request(pooling_params=PoolingParams())),
     ("pooling_params.task", request(pooling_params=PoolingParams(task="encode"))),
     ("pooling_params.dimensions", request(pooling_params=PoolingParams(task="embed", dimensions=0))),
-    ("pooling_params.output_kind", request(pooling_params=PoolingParams(task="embed", output_kind=3))),
+    ("pooling_params.output_kind", request(pooling_params=PoolingParams(task="embed", output_kind=0))),
     (
         "pooling_params.late_interaction_params.mode",
         request(

@@ -56,6 +56,7 @@ class PoolingParams:
     late_interaction_params: LateInteractionParams | None = None
     extra_kwargs: dict[str, Any] | None = None
     output_kind: int = 2
+    """Final only; an engine goes deaf at any other."""
     late_chunking_params: LateChunkingParams | None = None
 
 
@@ -84,7 +85,7 @@ POOLING_PARAMS: Form[PoolingParams] = array_struct(
             )
         ),
         "extra_kwargs": optional(ANY_MAP),
-        "output_kind": read_write(I32, integer(0, 2)),
+        "output_kind": read_write(I32, integer(2, 2, "2 (final only)")),
         "late_chunking_params": optional(
             array_struct(LateChunkingParams, 1, {"chunk_size": _COUNT})
         ),
