@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from trio_vllm._errors import DecodeError, DuplicateRequestIdError, EngineCoreError
+from trio_vllm._errors import DecodeError, EngineCoreError
 from trio_vllm.protocol import (
     EngineCoreOutput,
     FinishReason,
@@ -73,9 +73,7 @@ class Inflight:
         return list(self._sinks)
 
     def add(self, sink: Sink) -> None:
-        """Take a request in; its sink knows its id and engine."""
-        if sink.request_id in self._sinks:
-            raise DuplicateRequestIdError(sink.request_id)
+        """Take a request in whose id is not in the table; its sink knows id and engine."""
         self._sinks[sink.request_id] = sink
 
     # Outputs ------------------------------------------------------------------------------------

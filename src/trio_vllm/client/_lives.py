@@ -127,10 +127,11 @@ class EngineLives:
         """Somebody sent a message that cannot be read."""
         if error.engine_index in self.dead:
             return
+        reason = f"{UNREADABLE}: {error}"
         if error.engine_index in self.living:
-            self.die(error.engine_index, UNREADABLE, error)
+            self.die(error.engine_index, reason, error)
         elif len(self.living) == 1:
-            self.die(self.living[0], UNREADABLE, error)
+            self.die(self.living[0], reason, error)
         else:
             # Whose outputs are incomplete now is not known.
             self._on_failure(error)

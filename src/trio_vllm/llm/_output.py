@@ -115,7 +115,8 @@ class CompletionOutput:
     """The engine that makes it."""
     token_ids: list[int]
     logprobs: Logprobs | None = None
-    """One row per token id, cut to the number asked for."""
+    """One row per token id, cut to the number asked for. With ``logprob_token_ids`` the columns after
+    the first are those ids, and their ranks mean nothing."""
     prompt_logprobs: Logprobs | None = None
     """On the first delivery. Row ``i`` is about prompt token ``i + 1``; the first has none."""
     prompt_token_id_logprobs: Array | None = None
