@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from tests.client.scripted import ready_response
-from tests.client.world import open_world
+from tests.client.world import make_request, open_world
 
-from trio_vllm.client import EngineFleet
+from trio_vllm._errors import ClientClosedError, InvalidFieldError
+from trio_vllm.client import EngineFleet, HandshakeOwner, OutputStream, open_client
 from trio_vllm.protocol import KvEventsConfig
+from trio_vllm.transport import EngineLinks
 
 
 def fleet(*changes: dict[str, Any]) -> EngineFleet:
@@ -102,3 +106,23 @@ async def test_a_listener_hears_all_statistics() -> None:
         await world.engine.report(running=3)
 
     assert [(0, 2), (0, 3)] == heard
+
+
+async def test_open_client_runs_a_client_over_its_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_world() as world:
+        links = world.client._links
+
+        @asynccontextmanager
+        async def open_frontend(mode: HandshakeOwner) -> AsyncIterator[EngineLinks]:
+            assert "tcp://127.0.0.1:1" == mode.handshake_address
+            yield links
+
+        monkeypatch.setattr("trio_vllm.client._client.open_frontend", open_frontend)
+        world.client.close()
+        mode = HandshakeOwner(handshake_address="tcp://127.0.0.1:1")
+        async with open_client(mode, client_index=2, vocab_size=10) as client:
+            client.submit(make_request(), OutputStream("r"))
+            with pytest.raises(InvalidFieldError, match="vocabulary"):
+                client.submit(make_request("s", prompt_token_ids=[10]), OutputStream("s"))
+            assert [2] == [request.client_index for request in world.engine.requests()]
+        assert isinstance(client.failure, ClientClosedError)

@@ -97,6 +97,24 @@ async def test_one_reader_at_a_time() -> None:
                 await world.engine.emit("r", [7])
 
 
+async def test_a_reader_who_was_overtaken_waits_for_the_next_output() -> None:
+    async with open_world() as world:
+        async with world.client.call(make_request()) as stream:
+            await world.engine.emit("r", [7])
+            got: list[list[int]] = []
+
+            async def read() -> None:
+                got.append((await anext(stream)).output.new_token_ids)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(read)
+                nursery.start_soon(read)
+                await wait_all_tasks_blocked()
+                assert [[7]] == got
+                await world.engine.emit("r", [8])
+            assert [[7], [8]] == got
+
+
 async def test_a_slow_reader_stalls_nobody_and_loses_nothing() -> None:
     async with open_world() as world:
         slow, fast = make_request("slow", 500), make_request("fast", 500)

@@ -242,6 +242,18 @@ async def test_one_reader_at_a_time() -> None:
         assert [7] == outcome.get().token_ids
 
 
+async def test_a_reader_who_was_overtaken_waits_for_the_next_delivery() -> None:
+    async with open_llm_world() as world, AsyncExitStack() as stack:
+        stream, request_id = await enter(world, stack)
+        await world.engine.emit(request_id, [7])
+        first = await world.start(stream.__anext__)
+        second = await world.start(stream.__anext__)
+        assert first.is_over
+        await world.engine.emit(request_id, [8])
+
+        assert ([7], [8]) == (first.get().token_ids, second.get().token_ids)
+
+
 async def test_iterating_always_checkpoints() -> None:
     async with open_llm_world() as world, AsyncExitStack() as stack:
         stream, request_id = await enter(world, stack)

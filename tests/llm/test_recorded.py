@@ -1,0 +1,147 @@
+"""What real engines sent, through the facade: the results are those that the recordings note."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from tests.llm.world import open_llm_world
+from tests.recorded import Recording, recording, recordings
+
+from trio_vllm.llm import EncodeRequest, GenerateRequest
+from trio_vllm.protocol import EngineCoreRequest, FinishReason, Logprobs, decode_engine_message
+
+
+def sent(scenario: Recording) -> list[EngineCoreRequest]:
+    """The requests that the engines were sent."""
+    messages = [
+        decode_engine_message(message.frames)
+        for message in scenario.messages
+        if message.channel == "input" and message.sender == "frontend"
+    ]
+    return [message for message in messages if isinstance(message, EngineCoreRequest)]
+
+
+def answers(scenario: Recording) -> list[list[bytes]]:
+    """What the engines sent back."""
+    return [message.frames for message in scenario.messages if message.channel == "output"]
+
+
+def as_prompt(request: EngineCoreRequest) -> GenerateRequest:
+    """The caller's request that makes this one."""
+    assert request.sampling_params is not None
+    return GenerateRequest(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids or [],
+        sampling_params=request.sampling_params,
+        lora_request=request.lora_request,
+    )
+
+
+def assert_equal(recorded: list[list[list[Any]]] | None, logprobs: Logprobs | None) -> None:
+    """Log probabilities are those of a recording, where a rank of None is no rank."""
+    if recorded is None or logprobs is None:
+        assert recorded is logprobs
+        return
+    for entries, position in zip(recorded, logprobs, strict=True):
+        for (token_id, value, rank), entry in zip(entries, position.entries, strict=True):
+            number = float(value["float"]) if isinstance(value, dict) else value
+            assert (token_id, number) == (entry.token_id, entry.logprob)
+            assert rank in (None, entry.rank)
+
+
+def complete_recordings() -> list[str]:
+    """Those of an engine that sent all of its requests' tokens and their ends."""
+    return [
+        scenario.name
+        for scenario in recordings()
+        if scenario.producer.endswith("engine")
+        and scenario.expected.get("requests")
+        and all(r["finish_reason"] is not None for r in scenario.expected["requests"])
+        # Of the first some messages were left out, the second has a backend that we refuse to send.
+        and scenario.name not in ("pause_keep_resume", "structured_backend_ignored_later")
+    ]
+
+
+@pytest.mark.parametrize("name", complete_recordings())
+async def test_results(name: str) -> None:
+    scenario = recording(name)
+    expected: list[dict[str, Any]] = scenario.expected["requests"]
+    async with open_llm_world(
+        2, randomize_request_ids=False, supports_lora=True, max_loras=2
+    ) as world:
+        outcomes = {
+            request.request_id: await world.start(partial(world.llm.generate, as_prompt(request)))
+            for request in sent(scenario)
+        }
+        for frames in answers(scenario):
+            await world.world.engines[0].say(*frames)
+
+        assert sorted(outcomes) == sorted(result["request_id"] for result in expected)
+        for result in expected:
+            output = outcomes[result["request_id"]].get()
+            assert result["token_ids"] == output.token_ids
+            assert result["finish_reason"] == output.finish_reason
+            assert result["stop_reason"] == output.stop_reason
+            assert_equal(result.get("logprobs"), output.logprobs)
+            assert_equal(result.get("prompt_logprobs"), output.prompt_logprobs)
+        world.assert_tidy()
+        assert world.llm.client.is_healthy
+
+
+async def test_a_completion_that_took_several_steps() -> None:
+    scenario = recording("generate_plain_5")
+    (request,) = sent(scenario)
+    async with open_llm_world(randomize_request_ids=False) as world:
+        outcome = await world.start(lambda: world.llm.generate(as_prompt(request)))
+        for frames in answers(scenario):
+            await world.engine.say(*frames)
+
+        (completion,) = outcome.get().completions
+        timings = outcome.get().timings
+        assert timings.queued_time is not None
+        assert timings.prefill_time is not None
+        assert timings.decode_time is not None
+        assert timings.inference_time is not None
+        assert 0 <= timings.queued_time < 1
+        assert 4 == len(timings.inter_token_latencies)
+        assert timings.decode_time == pytest.approx(sum(timings.inter_token_latencies))
+        assert timings.inference_time == pytest.approx(timings.prefill_time + timings.decode_time)
+        assert [(0, 5, "default")] == [
+            (span.start, span.end, span.version) for span in completion.weight_versions
+        ]
+        assert 0 == outcome.get().usage.cached_tokens
+
+
+async def test_a_prompt_that_was_cached() -> None:
+    scenario = recording("prefix_cache_hit")
+    async with open_llm_world(randomize_request_ids=False) as world:
+        outcomes = [
+            await world.start(partial(world.llm.generate, as_prompt(request)))
+            for request in sent(scenario)
+        ]
+        for frames in answers(scenario):
+            await world.engine.say(*frames)
+
+    assert [0, 256] == [outcome.get().usage.cached_tokens for outcome in outcomes]
+
+
+async def test_an_embedding() -> None:
+    scenario = recording("pooling_embed")
+    (request,) = sent(scenario)
+    assert request.pooling_params is not None
+    prompt = EncodeRequest(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids or [],
+        pooling_params=request.pooling_params,
+    )
+    async with open_llm_world(randomize_request_ids=False) as world:
+        outcome = await world.start(lambda: world.llm.encode(prompt))
+        for frames in answers(scenario):
+            await world.engine.say(*frames)
+
+        output = outcome.get()
+        assert output.data is not None
+        assert FinishReason.STOP is output.finish_reason
+        assert (64,) == output.data.shape
