@@ -1,7 +1,8 @@
 """Messages between engines, their data-parallel coordinator and frontends.
 
 Mirrors upstream ``vllm/v1/engine/coordinator.py``. A wave is one running period of all engines
-together; only engines that run in lockstep (mixture-of-experts models) care for it.
+together; only engines that run in lockstep (mixture-of-experts models) care for it. Writers raise
+`FormError` for a value that has no place in the message: a bug of the caller.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The startup messages: HELLO, INIT, READY and the registration.
 
 Mirrors upstream ``vllm/v1/engine/utils.py`` and ``engine-core-client/src/protocol/handshake.rs``.
+Writers raise `FormError` for a value that has no place in the message: a bug of the caller.
 """
 
 from __future__ import annotations
