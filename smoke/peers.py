@@ -104,12 +104,20 @@ def provision(cache_dir: Path | None = None) -> Peers:
     """
     if cache_dir is not None:
         return _build(Peers(cache_dir))
+    return find_peers() or _build(_places()[0])
+
+
+def find_peers() -> Peers | None:
+    """The peers, if somebody has built all of them."""
+    return next((peers for peers in _places() if peers.is_ready()), None)
+
+
+def _places() -> tuple[Peers, Peers]:
+    """Where they may be: ours, somebody else's."""
     cache = Path.home() / ".cache"
-    ours = Peers(Path(os.environ.get("TRIO_VLLM_PEERS_DIR") or cache / "trio-vllm-peers"))
-    theirs = Peers(Path(os.environ.get("PEERS_DIR") or cache / "vllm-peers"))
-    if not ours.is_ready() and theirs.is_ready():
-        return theirs
-    return _build(ours)
+    ours = Path(os.environ.get("TRIO_VLLM_PEERS_DIR") or cache / "trio-vllm-peers")
+    theirs = Path(os.environ.get("PEERS_DIR") or cache / "vllm-peers")
+    return Peers(ours), Peers(theirs)
 
 
 def free_port() -> int:
