@@ -90,11 +90,11 @@ def smoke(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Run the benchmarks, or those named: ``nox -s bench -- NAME...``."""
+    """Run the benchmarks, or those named: ``nox -s bench -- NAME... --compare FILE``."""
     session.install(".")
-    for script in sorted((ROOT / "smoke" / "bench").glob("*.py")):
-        if not session.posargs or script.stem in session.posargs:
-            session.run("python", str(script))
+    if any(argument.startswith("--plot") for argument in session.posargs):
+        session.install("matplotlib")
+    session.run("python", "-m", "bench", *session.posargs, env={"PYTHONPATH": str(ROOT / "smoke")})
 
 
 @nox.session

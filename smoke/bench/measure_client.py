@@ -1,0 +1,90 @@
+"""Benchmarks of the client by itself, on messages made in advance."""
+
+from bench.engines import python
+from bench.figures import Figure, Target
+from bench.turns import Effort, ask_in_turns
+from bench.workers import working
+
+
+def measure_dispatch(effort: Effort) -> list[Figure]:
+    """What decoding outputs and handing them out costs."""
+    figures: list[Figure] = []
+    with working("the client", python("bench.work_client")) as worker:
+        for concurrency, target in ((1, None), (64, None), (256, Target(1e6)), (1024, Target(1e6))):
+            steps = effort.part(50_000 if concurrency == 1 else 500_000 / concurrency)
+            figure = ask_in_turns(
+                effort,
+                worker,
+                f"dispatch to {concurrency}, final only",
+                "outputs/CPU-s",
+                "more",
+                "unpackb alone",
+                target,
+                task="dispatch",
+                concurrency=concurrency,
+                steps=steps,
+            )
+            figures.append(figure)
+        for concurrency in (64, 256):
+            figure = ask_in_turns(
+                effort,
+                worker,
+                f"dispatch to {concurrency} streams",
+                "wake-ups/CPU-s",
+                "more",
+                "bare trio tasks",
+                Target(80_000),
+                task="wake_ups",
+                concurrency=concurrency,
+                steps=effort.part(100_000 / concurrency),
+            )
+            figures.append(figure)
+    return figures
+
+
+def measure_submission(effort: Effort) -> list[Figure]:
+    """What starting a request costs, its task included."""
+    with working("the client", python("bench.work_client")) as worker:
+        return [
+            ask_in_turns(
+                effort,
+                worker,
+                f"submission of {length} tokens: CPU",
+                "µs/request",
+                "less",
+                "packb alone",
+                task="submissions",
+                count=effort.part(2000),
+                prompt_length=length,
+            )
+            for length in (32, 1024)
+        ]
+
+
+def measure_client_memory(_effort: Effort) -> list[Figure]:
+    """What a request in flight needs besides a task that sleeps."""
+    with working("the client", python("bench.work_client")) as worker:
+        answer = worker.ask(task="memory", count=100_000)
+    return [
+        Figure(
+            "Llm, 100,000 requests: memory",
+            "B/request",
+            "less",
+            [answer["value"] - answer["yardstick"]],
+            target=Target(2048),
+            note=f"besides its sleeping task, {answer['yardstick']:.0f} B",
+        )
+    ]
+
+
+def measure_pauses(effort: Effort) -> list[Figure]:
+    """How long huge messages keep all other tasks from running."""
+    with working("the client", python("bench.work_pauses")) as worker:
+        return [
+            ask_in_turns(effort, worker, name, "ms", "less", yardstick, task=task)
+            for name, task, yardstick in (
+                ("pause by a prompt of 100,000 tokens", "pause_by_prompt", "packb alone"),
+                ("pause by logprobs of the vocabulary", "pause_by_logprobs", "copying them"),
+                ("pause by 1,024 outputs with logprobs", "pause_by_outputs", "unpackb alone"),
+            )
+        ]

@@ -1,0 +1,196 @@
+"""Benchmarks of ``mock-engine``, from the other side of the wire."""
+
+import time
+
+from bench.engines import mock_engine, raw_engine
+from bench.figures import Figure, Target
+from bench.frontend import connected
+from bench.loads import burst, churn
+from bench.meters import cpu_seconds, resident_bytes
+from bench.turns import Effort, take_turns
+
+BURSTS = {
+    1: (0.35, 8.0),
+    16: (0.5, None),
+    64: (0.5, 0.15),
+    256: (0.6, 0.06),
+    1024: (0.6, 0.04),
+}
+"""By concurrency: of the bare engine's tokens per second, and CPU seconds per million tokens."""
+
+GROUP = 1000
+"""Requests that are sent before it is looked whether the engine has got them."""
+
+BARE_ENGINE = "bare engine"
+
+
+def measure_burst(effort: Effort) -> list[Figure]:
+    """All requests at once: how fast tokens come, and what a million of them costs."""
+    figures: list[Figure] = []
+    with (
+        connected("mock-engine", mock_engine()) as ours,
+        connected("the bare engine", raw_engine("--gather", "0.1")) as bare,
+    ):
+        for concurrency, (share, cpu) in BURSTS.items():
+            tokens = effort.part(200_000 if concurrency == 1 else 2_000_000)
+            samples, yardstick = take_turns(
+                effort,
+                lambda: burst(ours, concurrency, tokens),  # noqa: B023  (called at once)
+                lambda: burst(bare, concurrency, tokens),  # noqa: B023
+            )
+            figures += [
+                Figure(
+                    f"burst of {concurrency}: speed",
+                    "tokens/s",
+                    "more",
+                    [sample.tokens_per_second for sample in samples],
+                    BARE_ENGINE,
+                    [sample.tokens_per_second for sample in yardstick],
+                    Target(share, "ratio"),
+                ),
+                Figure(
+                    f"burst of {concurrency}: CPU",
+                    "s/M tokens",
+                    "less",
+                    [sample.cpu_seconds_per_million for sample in samples],
+                    BARE_ENGINE,
+                    [sample.cpu_seconds_per_million for sample in yardstick],
+                    Target(cpu) if cpu else None,
+                ),
+            ]
+    return figures
+
+
+def measure_churn(effort: Effort) -> list[Figure]:
+    """Short requests that come and go, 256 at a time."""
+    seconds = 2.0 * effort.scale
+    with (
+        connected("mock-engine", mock_engine()) as ours,
+        connected("the bare engine", raw_engine()) as bare,
+    ):
+        samples, yardstick = take_turns(
+            effort,
+            lambda: churn(ours, 256, 16, seconds),
+            lambda: churn(bare, 256, 16, seconds),
+        )
+    return [
+        Figure(
+            "churn of 256, 16 tokens: speed",
+            "requests/s",
+            "more",
+            [sample.requests_per_second for sample in samples],
+            BARE_ENGINE,
+            [sample.requests_per_second for sample in yardstick],
+            Target(15_000),
+        ),
+        Figure(
+            "churn of 256, 16 tokens: CPU",
+            "ms/request",
+            "less",
+            [sample.cpu_milliseconds_per_request for sample in samples],
+            BARE_ENGINE,
+            [sample.cpu_milliseconds_per_request for sample in yardstick],
+            Target(0.06),
+        ),
+    ]
+
+
+def measure_processes(effort: Effort) -> list[Figure]:
+    """Four engines in two processes, next to four in one."""
+    tokens = effort.part(2_000_000)
+    with (
+        connected("two processes", mock_engine(4, "--processes", "2"), 4) as ours,
+        connected("one process", mock_engine(4), 4) as one,
+    ):
+        samples, yardstick = take_turns(
+            effort, lambda: burst(ours, 256, tokens), lambda: burst(one, 256, tokens)
+        )
+    return [
+        Figure(
+            "4 engines, --processes 2: CPU",
+            "s/M tokens",
+            "less",
+            [sample.cpu_seconds_per_million for sample in samples],
+            "one process",
+            [sample.cpu_seconds_per_million for sample in yardstick],
+            Target(1.1, "ratio"),
+        ),
+        Figure(
+            "4 engines, --processes 2: speed",
+            "tokens/s",
+            "more",
+            [sample.tokens_per_second for sample in samples],
+            "one process",
+            [sample.tokens_per_second for sample in yardstick],
+        ),
+    ]
+
+
+def measure_startup(effort: Effort) -> list[Figure]:
+    """From the start of the process to its HELLO."""
+
+    def start_ours() -> float:
+        with connected("mock-engine", mock_engine()) as frontend:
+            return frontend.hello_seconds
+
+    def start_bare() -> float:
+        with connected("the bare engine", raw_engine()) as frontend:
+            return frontend.hello_seconds
+
+    samples, yardstick = take_turns(effort, start_ours, start_bare)
+    return [
+        Figure(
+            "mock-engine, start to HELLO",
+            "s",
+            "less",
+            samples,
+            BARE_ENGINE,
+            yardstick,
+            Target(0.5),
+        )
+    ]
+
+
+def measure_idle(effort: Effort) -> list[Figure]:
+    """What eight engines use while nothing happens."""
+    seconds = 4.0 * effort.scale
+    samples = []
+    with connected("mock-engine", mock_engine(8), 8) as frontend:
+        time.sleep(1.0)
+        pids = frontend.pids()
+        for _ in range(effort.rounds):
+            cpu, begin = cpu_seconds(pids), time.perf_counter()
+            time.sleep(seconds)
+            cpu = cpu_seconds(pids) - cpu
+            samples.append(cpu / (time.perf_counter() - begin) * 100)
+    return [Figure("8 idle engines: CPU", "% of a core", "less", samples, target=Target(0.1))]
+
+
+def measure_engine_memory(_effort: Effort) -> list[Figure]:
+    """What an engine needs for a request that has its first token."""
+    count = 100_000
+    with connected("mock-engine", mock_engine()) as frontend:
+        pids = frontend.pids()
+        burst(frontend, 256, 100_000)
+        before = resident_bytes(pids)
+        frontend.call("pause_scheduler", "keep", False)
+        for _ in range(count // GROUP):
+            for _ in range(GROUP):
+                frontend.add(100_000)
+            frontend.call("is_sleeping")
+        frontend.call("resume_scheduler")
+        missing = count
+        while missing > 0:
+            missing -= len(frontend.rows())
+        frontend.call("pause_scheduler", "keep", False)
+        frontend.drain()
+        grown = resident_bytes(pids) - before
+    return [
+        Figure(
+            "mock engine, 100,000 requests: memory",
+            "B/request",
+            "less",
+            [grown / count],
+            target=Target(2048),
+        )
+    ]

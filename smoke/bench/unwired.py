@@ -1,0 +1,146 @@
+"""An `Llm` whose engine is the benchmark itself: messages made in advance, no sockets."""
+
+import functools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import ormsgpack
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from bench.workers import Answer
+from trio_vllm import EngineCoreClient, EngineCoreReadyResponse, Llm
+from trio_vllm.transport import EngineLinks
+
+READY = EngineCoreReadyResponse(
+    max_model_len=1_048_576,
+    num_gpu_blocks=0,
+    block_size=16,
+    dtype="float32",
+    vllm_version="0.33.0",
+    world_size=1,
+    data_parallel_size=1,
+    tensor_parallel_size=1,
+    pipeline_parallel_size=1,
+    decode_context_parallel_size=1,
+    data_parallel_rank=0,
+    max_num_seqs=256,
+    max_num_batched_tokens=8192,
+    instance_id="bench",
+    supports_lora=False,
+    max_loras=0,
+)
+
+LENGTH = 1
+REST_OF_ROW = [*[None] * 11, 0, *[None] * 5]
+"""What a real engine writes behind the token ids."""
+
+Message = list[bytes]
+
+
+class Feed:
+    """Both directions of a connection: keeps what the client sends, gives it what is put here."""
+
+    def __init__(self) -> None:
+        self.sent: list[Sequence[bytes | memoryview]] = []
+        """Since the last `settled`."""
+        self.batch_limit = 1
+        """How many messages the client finds waiting at most."""
+        self._waiting: list[Message] = []  # the next one last
+        self._news = trio.Event()
+        self._used_up = trio.Event()
+        self._wanted = 0
+        self._enough = trio.Event()
+
+    async def wait_sent(self, count: int) -> None:
+        """Wait until the client has sent so many messages, or has them sent already."""
+        self._wanted, self._enough = count, trio.Event()
+        if len(self.sent) < count:
+            await self._enough.wait()
+
+    async def settled(self, count: int) -> list[str]:
+        """Wait until so many requests have been sent, and forget them; gives their ids."""
+        await self.wait_sent(count)
+        await wait_all_tasks_blocked()
+        ids = [_request_id(frames[2]) for frames in self.sent]
+        self.sent.clear()
+        return ids
+
+    async def feed(self, messages: Sequence[Message]) -> None:
+        """Give the client messages, and wait until it has handled them."""
+        self._waiting = list(reversed(messages))
+        self._used_up = trio.Event()
+        self._news.set()
+        await self._used_up.wait()
+
+    async def receive_batch(self, limit: int) -> list[Message]:
+        """Give what is waiting, at most ``limit`` and `batch_limit`."""
+        if not self._waiting:
+            self._used_up.set()  # being here, the client is done with the last one
+            self._news = trio.Event()
+            await self._news.wait()
+        else:
+            await trio.lowlevel.checkpoint()
+        return self.receive_batch_nowait(limit)
+
+    def receive_batch_nowait(self, limit: int) -> list[Message]:
+        """See `receive_batch`."""
+        count = min(limit, self.batch_limit, len(self._waiting))
+        return [self._waiting.pop() for _ in range(count)]
+
+    def send_nowait(self, frames: Sequence[bytes | memoryview]) -> None:
+        """Take what the client sends."""
+        self.sent.append(frames)
+        if len(self.sent) == self._wanted:
+            self._enough.set()
+
+    async def send(self, frames: Sequence[bytes | memoryview]) -> None:
+        """Take what the client sends."""
+        self.send_nowait(frames)
+        await trio.lowlevel.checkpoint()
+
+
+def _request_id(payload: bytes | memoryview) -> str:
+    fields: list[Any] = ormsgpack.unpackb(bytes(payload), option=ormsgpack.OPT_NON_STR_KEYS)
+    request_id: str = fields[0]
+    return request_id
+
+
+@asynccontextmanager
+async def unwired_llm() -> AsyncIterator[tuple[Llm, Feed]]:
+    """Open an `Llm` on a `Feed`."""
+    feed = Feed()
+    _, losses = trio.open_memory_channel[int](0)
+    client = EngineCoreClient(EngineLinks("", "", {0: READY}, feed, feed, losses))
+    async with client.running():
+        yield Llm(client), feed
+
+
+def tokens_for(request_ids: Sequence[str], token: int = 31_999) -> Message:
+    """A message with one token for each request, as a real engine writes it."""
+    return message([[request_id, [token], *REST_OF_ROW] for request_id in request_ids])
+
+
+def ends_of(request_ids: Sequence[str], token: int = 31_999) -> Message:
+    """A message with the last token of each request."""
+    rest = [*REST_OF_ROW]
+    rest[3] = LENGTH
+    rows = [[request_id, [token], *rest] for request_id in request_ids]
+    return message(rows, list(request_ids))
+
+
+def message(rows: list[list[Any]], finished: list[str] | None = None) -> Message:
+    """A message of engine 0."""
+    fields = [0, rows, None, time.monotonic(), None, finished, None, None, "default"]
+    return [ormsgpack.packb(fields)]
+
+
+def in_trio(task: Callable[..., Awaitable[Answer]]) -> Callable[..., Answer]:
+    """A task as a plain function; the values of an order become its arguments."""
+
+    def run(**order: Any) -> Answer:
+        return trio.run(functools.partial(task, **order))
+
+    return run

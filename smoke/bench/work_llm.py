@@ -1,0 +1,99 @@
+"""A worker with an `Llm` on connected engines: ``python -m bench.work_llm ADDRESS``.
+
+It keeps a number of requests in flight for some seconds, or sends one after the other.
+"""
+
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import trio
+
+from bench.workers import Answer, read_order, reply
+from trio_vllm import GenerateRequest, HandshakeOwner, Llm, SamplingParams, open_llm
+
+PROMPT = list(range(1, 33))
+
+
+async def main() -> None:
+    """Connect, say so, and do what is ordered until there are no more orders."""
+    async with open_llm(HandshakeOwner(handshake_address=sys.argv[1])) as llm:
+        await llm.generate(request(1))
+        reply(ready=True)
+        tasks: dict[str, Callable[..., Awaitable[Answer]]] = {
+            "generate": lambda **order: keep_busy(llm, generate, **order),
+            "stream": lambda **order: keep_busy(llm, stream, **order),
+            "ping": lambda **order: ping(llm, **order),
+        }
+        while (order := await trio.to_thread.run_sync(read_order)) is not None:
+            reply(**await tasks[order.pop("task")](**order))
+
+
+def request(max_tokens: int) -> GenerateRequest:
+    """Always the same."""
+    params = SamplingParams(max_tokens=max_tokens)
+    return GenerateRequest(prompt_token_ids=PROMPT, sampling_params=params)
+
+
+async def generate(llm: Llm, max_tokens: int) -> int:
+    """Complete a prompt; gives how often we were woken."""
+    output = await llm.generate(request(max_tokens))
+    assert len(output.token_ids) == max_tokens
+    return 1
+
+
+async def stream(llm: Llm, max_tokens: int) -> int:
+    """Complete a prompt token by token; gives how often we were woken."""
+    tokens = deliveries = 0
+    async with llm.stream(request(max_tokens)) as stream:
+        async for delta in stream:
+            tokens += len(delta.token_ids)
+            deliveries += 1
+    assert tokens == max_tokens
+    return deliveries
+
+
+async def keep_busy(
+    llm: Llm,
+    complete: Callable[[Llm, int], Awaitable[int]],
+    *,
+    concurrency: int,
+    max_tokens: int,
+    seconds: float,
+) -> dict[str, Any]:
+    """Keep ``concurrency`` requests in flight, and start no more after ``seconds``."""
+    requests = deliveries = 0
+    begin, cpu = time.perf_counter(), time.process_time()
+
+    async def one_after_another() -> None:
+        nonlocal requests, deliveries
+        while time.perf_counter() - begin < seconds:
+            count = await complete(llm, max_tokens)  # += would read its old value too early
+            deliveries += count
+            requests += 1
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(concurrency):
+            nursery.start_soon(one_after_another)
+    return {
+        "requests": requests,
+        "deliveries": deliveries,
+        "seconds": time.perf_counter() - begin,
+        "cpu_seconds": time.process_time() - cpu,
+    }
+
+
+async def ping(llm: Llm, *, count: int) -> dict[str, Any]:
+    """Complete prompts of one token one after the other; gives the time of each."""
+    times = []
+    one = request(1)
+    for _ in range(count):
+        begin = time.perf_counter()
+        await llm.generate(one)
+        times.append(time.perf_counter() - begin)
+    return {"times": times}
+
+
+if __name__ == "__main__":
+    trio.run(main)
