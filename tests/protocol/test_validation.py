@@ -243,6 +243,11 @@ REQUESTS = [
     ("prompt_token_ids[1]", request(prompt_token_ids=[1, 100])),
     ("prompt_token_ids[1]", request(prompt_token_ids=[1, -1])),
     ("prompt_token_ids[0]", request(prompt_token_ids=[2**32])),
+    ("prompt_token_ids[1]", request(prompt_token_ids=np.array([1, 100]))),
+    (
+        "mm_features[0].mm_position",
+        request(prompt_token_ids=[100], mm_features=[feature(0, 2**32 - 1)]),
+    ),
     ("prompt_token_ids[0]", request(prompt_token_ids=[True])),
     ("prompt_token_ids", request(prompt_token_ids="abc")),
     ("prompt_embeds", request(prompt_token_ids=None, prompt_embeds=floats(16, 2))),
@@ -387,6 +392,11 @@ def test_what_is_not_known_is_not_checked() -> None:
         ),
         RequestLimits(max_model_len=16),
     )
+
+
+@pytest.mark.parametrize("task", ["generate", "transcription", "realtime"])
+def test_any_kind_of_generation_takes_sampling_parameters(task: str) -> None:
+    check_request(request(), RequestLimits(max_model_len=16, supported_tasks=[task]))
 
 
 def test_limits_of_several_engines() -> None:

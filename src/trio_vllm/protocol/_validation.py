@@ -16,7 +16,7 @@ Not known here, and left to the caller: the vocabulary unless it is told, the en
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -78,9 +78,11 @@ def check_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
     try:
         _check_request_fields(request)
         length = _check_prompt(request, limits)
-        _check_engine(request, limits)
         if request.mm_features:
             _check_features(request.mm_features, length)
+        if request.prompt_token_ids is not None and limits.vocab_size is not None:
+            _check_prompt_vocabulary(request, request.prompt_token_ids, limits.vocab_size)
+        _check_engine(request, limits)
         if request.sampling_params is not None:
             _check_sampling(request.sampling_params, length, limits)
     except _UnsupportedError as error:
@@ -101,7 +103,7 @@ def _refuse_here(field: str, reason: str) -> FormError:
     return _UnsupportedError(reason).within(f".{field}")
 
 
-# Sampling parameters have a rule of their own below, for speed.
+# Their form would go on to write the map; to look at the fields is enough here, and faster.
 _check_sampling_fields = field_checker(EngineCoreSamplingParams, SAMPLING_FIELDS)
 _check_request_fields = field_checker(
     EngineCoreRequest,
@@ -137,9 +139,6 @@ def _check_prompt(request: EngineCoreRequest, limits: RequestLimits) -> int:
     if length > longest:
         field = "prompt_embeds" if token_ids is None else "prompt_token_ids"
         raise _refuse(field, f"must be {longest} tokens at most, not {length}")
-    vocab_size = limits.vocab_size
-    if token_ids is not None and vocab_size is not None and max(token_ids) >= vocab_size:
-        _check_prompt_vocabulary(request, vocab_size)
     return length
 
 
@@ -164,15 +163,19 @@ def _check_token_mask(request: EngineCoreRequest, length: int) -> None:
             raise _refuse(field, f"must be as long as prompt_embeds ({length}), not {positions}")
 
 
-def _check_prompt_vocabulary(request: EngineCoreRequest, vocab_size: int) -> None:
-    """Look which token is out of the vocabulary: those that only hold a place may be."""
+def _check_prompt_vocabulary(
+    request: EngineCoreRequest, token_ids: Sequence[int], vocab_size: int
+) -> None:
+    """All tokens are in the vocabulary, but those that only hold a place need not be."""
+    if max(token_ids) < vocab_size:
+        return
     held: set[int] = set()
     for feature in request.mm_features or ():
         start = feature.mm_position.offset
         held.update(range(start, start + feature.mm_position.length))
     mask = request.prompt_is_token_ids or ()
     held.update(position for position, is_token in enumerate(mask) if not is_token)
-    for position, token_id in enumerate(request.prompt_token_ids or ()):
+    for position, token_id in enumerate(token_ids):
         if token_id >= vocab_size and position not in held:
             raise _refuse(f"prompt_token_ids[{position}]", _not_in_vocabulary(token_id, vocab_size))
 
@@ -219,8 +222,11 @@ def _check_engine(request: EngineCoreRequest, limits: RequestLimits) -> None:
         raise _refuse("sampling_params", "or pooling_params must be set, and not both")
     if request.pooling_params is not None:
         _check_pooling(request.pooling_params, limits)
-    elif limits.supported_tasks is not None and "generate" not in limits.supported_tasks:
+    elif limits.supported_tasks is not None and not _GENERATION_TASKS & {*limits.supported_tasks}:
         raise _refuse_here("sampling_params", "is set, but the model only pools")
+
+
+_GENERATION_TASKS = {"generate", "transcription", "realtime"}
 
 
 def _check_pooling(params: PoolingParams, limits: RequestLimits) -> None:
