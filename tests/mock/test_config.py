@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 
 from trio_vllm.mock import MockEngineConfig, Summary
@@ -85,7 +86,11 @@ def test_the_default_has_no_lora() -> None:
 
 
 def test_summaries_add_up() -> None:
-    """Of several engines."""
-    one = Summary(requests=1, tokens=2, finished=3, aborted=4, errors=5)
+    """Of several engines; the time is that of the earliest and the latest."""
+    one = Summary(requests=1, tokens=20, finished=3, aborted=4, errors=5, begin=10.0, end=20.0)
+    other = attrs.evolve(one, begin=15.0, end=30.0)
 
-    assert Summary(2, 4, 6, 8, 10) == one + one
+    assert Summary(2, 40, 6, 8, 10, 10.0, 30.0) == one + other
+    assert one == one + Summary()
+    assert 2.0 == one.tokens_per_second == (one + other).tokens_per_second
+    assert 0.0 == Summary().tokens_per_second

@@ -85,7 +85,7 @@ def test_both_paths_send_the_same(
 
     fast, plain = drivers
     assert comparable(fast) == comparable(plain)
-    assert fast.engine.journal.summary == plain.engine.journal.summary
+    assert fast.engine.summary == plain.engine.summary
     assert not fast.engine.has_unfinished
 
 

@@ -148,7 +148,7 @@ def test_what_cannot_run_gets_an_error(fields: dict[str, Any], message: str) -> 
 
     assert message in error_of(driver, "bad")
     assert LENGTH is driver.finish_reason("healthy")
-    assert 1 == driver.engine.journal.summary.errors
+    assert 1 == driver.engine.summary.errors
 
 
 def test_too_many_logprobs_get_an_error() -> None:
@@ -187,8 +187,8 @@ def test_garbage_is_noted_and_ignored(kind: bytes, payload: bytes) -> None:
     driver.run()
 
     assert LENGTH is driver.finish_reason("healthy")
-    assert driver.engine.journal.summary.errors >= 2
-    assert len(driver.engine.journal.take()) == driver.engine.journal.summary.errors
+    assert driver.engine.summary.errors >= 2
+    assert len(driver.engine.journal.take()) == driver.engine.summary.errors
 
 
 def test_an_unreadable_request_is_answered_to_every_client() -> None:
@@ -238,7 +238,7 @@ def test_a_client_that_does_not_exist(client_index: int) -> None:
     assert {0} == {to for to, _ in driver.sent}
     assert [] == driver.outputs("lost")
     assert LENGTH is driver.finish_reason("a")
-    assert 2 == driver.engine.journal.summary.errors
+    assert 2 == driver.engine.summary.errors
 
 
 def test_a_duplicate_does_not_hurt_the_first(driver: Driver) -> None:
@@ -290,7 +290,7 @@ def test_an_abort_is_not_answered(driver: Driver) -> None:
     assert stats is not None
     assert 1 == stats.num_running_reqs
     assert all(batch.finished_requests is None for batch in driver.batches())
-    assert 1 == driver.engine.journal.summary.aborted
+    assert 1 == driver.engine.summary.aborted
 
 
 def test_the_last_abort_leaves_statistics_alone(driver: Driver) -> None:
@@ -328,7 +328,7 @@ def test_an_abort_after_the_end_changes_nothing(driver: Driver) -> None:
     driver.run()
 
     assert count == len(driver.sent)
-    assert 0 == driver.engine.journal.summary.aborted
+    assert 0 == driver.engine.summary.aborted
 
 
 def test_abort_immediately(driver: Driver) -> None:
@@ -339,7 +339,7 @@ def test_abort_immediately(driver: Driver) -> None:
 
     assert [] == driver.outputs("a")
     assert ["a"] == driver.batches()[-1].finished_requests
-    assert 1 == driver.engine.journal.summary.aborted
+    assert 1 == driver.engine.summary.aborted
 
 
 def test_with_a_coordinator_aborts_are_listed() -> None:
@@ -636,7 +636,7 @@ def test_the_journal_notes_requests_when_asked() -> None:
     assert "request_id='a', prompt_len=3, output_tokens=5" in str(entries[2])
     assert "request_id='b', prompt_len=3, output_tokens=8" in str(entries[3])
     assert [] == driver.engine.journal.take()
-    summary = driver.engine.journal.summary
+    summary = driver.engine.summary
     assert (2, 13, 1, 1, 0) == (
         summary.requests,
         summary.tokens,

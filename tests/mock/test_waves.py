@@ -8,7 +8,7 @@ from trio_vllm.protocol import StartDpWave, encode_start_dp_wave
 
 
 def is_out_of_work(driver: Driver) -> bool:
-    return driver.engine.is_out_of_work
+    return driver.engine.is_in_wave and not driver.engine.has_unfinished
 
 
 def test_an_idle_engine_announces_the_wave() -> None:
@@ -86,7 +86,7 @@ def test_a_dense_engine_has_no_waves() -> None:
     assert [] == driver.waves()
     assert not is_out_of_work(driver)
     assert [] == driver.engine.complete_wave(driver.now)
-    assert 1 == driver.engine.journal.summary.errors
+    assert 1 == driver.engine.summary.errors
     assert 4 == len(driver.tokens("a"))
 
 

@@ -10,6 +10,7 @@ from ._engine import (
     RequestStarted,
     Summary,
 )
+from ._serve import ServeOptions, serve_mock_engines
 
 __all__ = [
     "COORDINATOR",
@@ -19,5 +20,7 @@ __all__ = [
     "RequestFinished",
     "RequestRefused",
     "RequestStarted",
+    "ServeOptions",
     "Summary",
+    "serve_mock_engines",
 ]

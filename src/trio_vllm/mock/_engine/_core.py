@@ -12,6 +12,7 @@ dies of is refused or ignored, and noted in the journal.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ from trio_vllm.protocol import (
 from ._admission import Admission, Refusal
 from ._answers import Answers
 from ._intake import Intake
-from ._journal import Journal
+from ._journal import Journal, Summary
 from ._load import LoadReporter
 from ._messages import Draft, Envelope, Outgoing
 from ._rows import NIL
@@ -93,6 +94,7 @@ class MockEngine:
         self._is_steady = False  # until a message comes, steps make tokens and nothing else
         self._is_shutting_down = False
         self._step_count = 0
+        self._stepped_at = -math.inf
         self.weight_version = "default"
 
     # Messages -----------------------------------------------------------------------------------
@@ -204,9 +206,17 @@ class MockEngine:
 
     # Steps --------------------------------------------------------------------------------------
 
+    @property
+    def summary(self) -> Summary:
+        """Counts since the start."""
+        self.journal.summary.tokens = self._scheduler.tokens_made
+        self.journal.summary.end = self._stepped_at
+        return self.journal.summary
+
     def step(self, now: float) -> list[Outgoing]:
         """Make a step, if there is something to step; give what to send."""
         self._step_count += 1
+        self._stepped_at = now
         if self._is_steady:
             messages = self._scheduler.steady_step(self._envelope, now)
             if messages is not None:
@@ -255,7 +265,6 @@ class MockEngine:
         is_untold = self._has_coordinator and self._load.is_news_to_coordinator(counts)
         self._is_steady = can_run and not (can_start or is_untold) and self._scheduler.is_all_fast
         self.has_work = can_run or can_start or is_untold
-        self.journal.summary.tokens = self._scheduler.tokens_made
 
     # Data parallelism ---------------------------------------------------------------------------
 
@@ -281,9 +290,9 @@ class MockEngine:
             self._wave.start(notice)
 
     @property
-    def is_out_of_work(self) -> bool:
-        """Whether this engine is in a wave and could leave it."""
-        return self._wave is not None and self._wave.is_running and not self.has_unfinished
+    def is_in_wave(self) -> bool:
+        """Whether this engine runs in step with others; always false without lockstep."""
+        return self._wave is not None and self._wave.is_running
 
     def complete_wave(self, now: float) -> list[Outgoing]:
         """All engines are out of work; the first one tells the coordinator."""

@@ -85,7 +85,7 @@ class Intake:
             self._sessions.close(wire.request_id)
             self._refuse(wire, request)
             return False
-        self._journal.started(request, self._chunk_size)
+        self._journal.started(request, self._chunk_size, self._answers.now)
         if wire.abort_immediately:
             self.ended(request, FinishReason.ABORT)
             self._end_untold(request.client_index, request.request_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import attrs
@@ -65,9 +66,26 @@ class Summary:
     errors: int = 0
     """Requests that were refused, and messages that could not be read."""
 
+    begin: float = math.inf
+    """When the first request was taken."""
+    end: float = -math.inf
+    """When the last step was made."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """From the first request to the last step."""
+        return self.tokens / (self.end - self.begin) if self.end > self.begin else 0.0
+
     def __add__(self, other: Summary) -> Summary:
-        mine, theirs = attrs.astuple(self), attrs.astuple(other)
-        return Summary(*(a + b for a, b in zip(mine, theirs, strict=True)))
+        return Summary(
+            requests=self.requests + other.requests,
+            tokens=self.tokens + other.tokens,
+            finished=self.finished + other.finished,
+            aborted=self.aborted + other.aborted,
+            errors=self.errors + other.errors,
+            begin=min(self.begin, other.begin),
+            end=max(self.end, other.end),
+        )
 
 
 @attrs.define
@@ -86,8 +104,10 @@ class Journal:
             self._entries = []
         return entries
 
-    def started(self, request: Request, chunk_size: int) -> None:
+    def started(self, request: Request, chunk_size: int, now: float) -> None:
         """A request was taken."""
+        if not self.summary.requests:
+            self.summary.begin = now
         self.summary.requests += 1
         if self._log_requests:
             left = request.end - request.emitted

@@ -1,0 +1,212 @@
+"""Drives one mock engine between the channels to its frontend.
+
+Input is taken by one task per connection, which puts it into the inbox; the engine has a task of its
+own, which handles what is in the inbox, makes steps, and sends. While there is work it does not yield
+after each step, which would cost more than the step, but when its slice of time is over.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import trio
+
+from trio_vllm._errors import DecodeError
+from trio_vllm.protocol import ENGINE_CORE_DEAD, Buffer, decode_coordinator_broadcast
+
+from ._engine import COORDINATOR, MockEngine, Outgoing
+
+if TYPE_CHECKING:
+    from trio_vllm.transport import FrameReceiver, FrameSender, FrontendLinks
+
+SLICE = 0.0005
+"""Seconds of work between two checkpoints, that is what others in this process have to wait."""
+
+BATCH = 0.00005
+"""Seconds of steps whose messages are sent together."""
+
+INPUT_LIMIT = 256
+"""Messages received at a time."""
+
+clock = time.monotonic
+"""Whose times an engine sends; trio's clock has a zero of its own."""
+
+Frames = Sequence[bytes]
+Work = Callable[[], None]
+"""Something that has arrived; calling it lets the engine handle it."""
+
+
+class EngineLoop:
+    """One engine with the connections to its frontend."""
+
+    def __init__(
+        self,
+        engine: MockEngine,
+        links: FrontendLinks,
+        *,
+        after_slice: Callable[[], None],
+        step_interval: float = 0.0,
+    ) -> None:
+        """``after_slice`` is called whenever the engine may have become busy or idle."""
+        self.engine = engine
+        self._links = links
+        self._after_slice = after_slice
+        self._step_interval = step_interval
+        self._next_step = -math.inf
+        self._senders: dict[int, FrameSender] = dict(enumerate(links.outputs))
+        if links.coordinator is not None:
+            self._senders[COORDINATOR] = links.coordinator.notices
+        # Unbounded: what the frontend has sent would otherwise wait in ØMQ, unbounded as well.
+        self._arrivals, self._inbox = trio.open_memory_channel[Work](math.inf)
+        # Bounded by the answers to what arrives: while something is in here, there are no steps.
+        self._late: deque[tuple[FrameSender, Sequence[Buffer]]] = deque()
+        self._is_ending = False
+
+    # Input --------------------------------------------------------------------------------------
+
+    def pumps(self) -> list[Callable[[], Awaitable[None]]]:
+        """The tasks that take input, to be run beside `run`."""
+        pumps = [
+            partial(self._pump, receiver, self._handle_batch) for receiver in self._links.inputs
+        ]
+        if self._links.coordinator is not None:
+            broadcasts = self._links.coordinator.broadcasts
+            pumps.append(partial(self._pump, broadcasts, self._handle_broadcasts))
+        return list(pumps)
+
+    async def _pump(
+        self, receiver: FrameReceiver, handle: Callable[[Sequence[Frames]], None]
+    ) -> None:
+        while True:
+            batch = await receiver.receive_batch(INPUT_LIMIT)
+            self._arrivals.send_nowait(partial(handle, batch))
+
+    def _handle_batch(self, batch: Sequence[Frames]) -> None:
+        now, handle = clock(), self.engine.handle
+        for frames in batch:
+            if messages := handle(frames, now):
+                self.post(messages)
+
+    def _handle_broadcasts(self, batch: Sequence[Frames]) -> None:
+        for frames in batch:
+            try:
+                notice = decode_coordinator_broadcast(frames)
+            except DecodeError as error:
+                self.engine.journal.ignored(str(error))
+            else:
+                if notice is not None:
+                    self.engine.start_wave(notice, clock())
+
+    def shut_down(self, *, drain: bool) -> None:
+        """Let `run` return once nothing is unfinished; abort what there is, unless ``drain``."""
+
+        def begin() -> None:
+            self._is_ending = True
+            self.post(self.engine.shut_down(clock(), drain=drain))
+
+        self._arrivals.send_nowait(begin)
+
+    # Output -------------------------------------------------------------------------------------
+
+    def post(self, messages: Sequence[Outgoing]) -> None:
+        """Send messages, or keep them until they can be sent."""
+        for to, frames in messages:
+            sender = self._senders[to]
+            if not self._late:
+                try:
+                    sender.send_nowait(frames)
+                except trio.WouldBlock:
+                    pass
+                else:
+                    continue
+            self._late.append((sender, frames))
+
+    async def _send_late(self) -> None:
+        """Wait until the frontend takes what is late; it may abort requests meanwhile."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._handle_on)
+            while self._late:
+                sender, frames = self._late[0]
+                await sender.send(frames)
+                self._late.popleft()
+            nursery.cancel_scope.cancel(reason="all is sent")
+
+    async def _handle_on(self) -> None:
+        async for work in self._inbox:
+            work()
+
+    def say_farewell(self) -> None:
+        """Tell all clients that the engine is dying."""
+        for sender in self._links.outputs:
+            try:
+                sender.send_nowait([ENGINE_CORE_DEAD])
+            except trio.WouldBlock:  # it will notice in another way
+                continue
+
+    # Work ---------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Handle what arrives and make steps, until a shutdown is complete."""
+        engine = self.engine
+        while True:
+            end = clock() + SLICE
+            is_time_left = self._handle_arrivals(end)
+            if is_time_left and engine.has_work:
+                self._make_steps(end)
+            self._after_slice()
+            if self._late:
+                await self._send_late()
+            elif not is_time_left:
+                await trio.lowlevel.checkpoint()
+            elif engine.has_work:
+                await self._wait_for_next_step()
+            elif self._is_ending and not engine.has_unfinished:
+                return
+            else:
+                (await self._inbox.receive())()
+
+    def _handle_arrivals(self, end: float) -> bool:
+        """Handle what is in the inbox; False if time is up before all is handled."""
+        try:
+            while True:
+                self._inbox.receive_nowait()()
+                if clock() > end:
+                    return False
+        except trio.WouldBlock:
+            return True
+
+    async def _wait_for_next_step(self) -> None:
+        """Let others run, and while it is too early for the next step handle what arrives."""
+        if not self._step_interval:
+            await trio.lowlevel.checkpoint()
+            return
+        with trio.move_on_at(self._next_step):
+            (await self._inbox.receive())()
+
+    def _make_steps(self, end: float) -> None:
+        if self._step_interval:
+            if trio.current_time() >= self._next_step:
+                self._next_step = trio.current_time() + self._step_interval
+                self.post(self.engine.step(clock()))
+            return
+        engine = self.engine
+        step = engine.step
+        now = clock()
+        while True:
+            # ØMQ's own thread takes several messages at once for little more than one, but not
+            # if each time it has to be woken for the first.
+            made: list[Outgoing] = []
+            batch_end = now + BATCH
+            while engine.has_work:
+                made += step(now)
+                now = clock()
+                if now >= batch_end:
+                    break
+            self.post(made)
+            if now >= end or self._late or not engine.has_work:
+                return

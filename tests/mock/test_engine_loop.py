@@ -1,0 +1,288 @@
+"""The loop around an engine, over connections in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import attrs
+import pytest
+import trio
+from tests.memory import MemoryReceiver, MemorySender, open_memory_connection
+from tests.mock.driver import pack_add, raw_request
+from trio.testing import wait_all_tasks_blocked
+
+from trio_vllm._background import running
+from trio_vllm.mock import MockEngine, MockEngineConfig
+from trio_vllm.mock import _engine_loop as engine_loop
+from trio_vllm.mock._engine_loop import EngineLoop
+from trio_vllm.mock._lockstep import Lockstep
+from trio_vllm.protocol import (
+    COORDINATOR_READY,
+    DpControlOutput,
+    EngineCoreOutput,
+    EngineDead,
+    FinishReason,
+    RequestBatchOutputs,
+    StartDpWave,
+    UtilityCallOutput,
+    UtilityRequest,
+    decode_outputs,
+    encode_abort,
+    encode_start_dp_wave,
+    encode_utility,
+)
+from trio_vllm.transport import CoordinatorLinks, FrontendLinks
+
+
+class NoLoss:
+    """A connection that never breaks."""
+
+    address = "memory"
+
+    async def wait(self) -> None:
+        await trio.sleep_forever()
+
+
+@attrs.define
+class Frontend:
+    """The other ends of an engine's connections."""
+
+    loop: EngineLoop
+    inputs: list[MemorySender]
+    outputs: list[MemoryReceiver]
+    broadcasts: MemorySender
+    notices: MemoryReceiver
+    ended: trio.Event
+
+    def add(self, request_id: str, max_tokens: int = 4, client_index: int = 0) -> None:
+        raw = raw_request(request_id, max_tokens, client_index=client_index)
+        self.inputs[client_index].send_nowait(pack_add(raw))
+
+    async def receive(self, client_index: int = 0) -> object:
+        return decode_outputs(await self.outputs[client_index].receive())
+
+    async def until_finished(self, request_id: str) -> list[EngineCoreOutput]:
+        """The outputs of a request of the first client, up to its last."""
+        outputs: list[EngineCoreOutput] = []
+        while not outputs or not outputs[-1].finished:
+            batch = await self.receive()
+            assert isinstance(batch, RequestBatchOutputs)
+            outputs += [o for o in batch.outputs if o.request_id == request_id]
+        return outputs
+
+
+@asynccontextmanager
+async def engine_behind(
+    client_count: int = 1,
+    *,
+    high_water_mark: float = math.inf,
+    lockstep: Lockstep | None = None,
+    step_interval: float = 0.0,
+    engine_index: int = 0,
+) -> AsyncIterator[Frontend]:
+    """Run an engine beside the block; gives the frontend's side."""
+    inputs = [open_memory_connection() for _ in range(client_count)]
+    outputs = [open_memory_connection(high_water_mark) for _ in range(client_count)]
+    broadcasts, notices = open_memory_connection(), open_memory_connection()
+    loss: object = NoLoss()
+    links = FrontendLinks(
+        [receiver for _, receiver in inputs],
+        [sender for sender, _ in outputs],
+        [loss] * client_count,  # type: ignore[list-item]
+        CoordinatorLinks(broadcasts[1], notices[0], loss) if lockstep else None,  # type: ignore[arg-type]
+    )
+    engine = MockEngine(
+        MockEngineConfig(lockstep=lockstep is not None),
+        engine_index,
+        client_count=client_count,
+        has_coordinator=lockstep is not None,
+    )
+
+    def settle() -> None:
+        if lockstep is not None:
+            lockstep.settle(0.0)
+
+    loop = EngineLoop(engine, links, after_slice=settle, step_interval=step_interval)
+    if lockstep is not None:
+        lockstep.loops.add(loop)
+    ended = trio.Event()
+
+    async def run() -> None:
+        async with running(*loop.pumps()):
+            await loop.run()
+        ended.set()
+
+    async with running(run):
+        yield Frontend(
+            loop,
+            [sender for sender, _ in inputs],
+            [receiver for _, receiver in outputs],
+            broadcasts[0],
+            notices[1],
+            ended,
+        )
+
+
+async def test_a_request_is_served() -> None:
+    """From its ADD to its last output."""
+    async with engine_behind() as frontend:
+        frontend.add("a", 6)
+
+        outputs = await frontend.until_finished("a")
+
+    assert 6 == len(outputs)
+    assert FinishReason.LENGTH is outputs[-1].finish_reason
+
+
+async def test_the_answers_go_where_they_belong() -> None:
+    """Each client has an output of its own; a call of one is not seen by the other."""
+    async with engine_behind(2) as frontend:
+        frontend.add("a", 1)
+        frontend.add("b", 1, client_index=1)
+        # not on "its own" input, which does not matter
+        frontend.inputs[0].send_nowait(encode_utility(UtilityRequest(1, 7, "is_sleeping")))
+        first = await frontend.receive(0)
+        second = [await frontend.receive(1), await frontend.receive(1)]
+
+    assert isinstance(first, RequestBatchOutputs)
+    assert ["a"] == [output.request_id for output in first.outputs]
+    assert {RequestBatchOutputs, UtilityCallOutput} == set(map(type, second))
+
+
+async def test_work_goes_on_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others get their turn while a request runs, and what arrives is handled in between."""
+    monkeypatch.setattr(engine_loop, "SLICE", 0.0)
+    async with engine_behind() as frontend:
+        frontend.add("endless", 1_000_000)
+        frontend.add("a", 3)
+        assert 3 == len(await frontend.until_finished("a"))
+        frontend.inputs[0].send_nowait(encode_abort(["endless"]))
+        await wait_all_tasks_blocked()
+
+        assert not frontend.loop.engine.has_unfinished
+
+
+async def test_two_engines_take_turns() -> None:
+    """The one with much to do does not hold up the other."""
+    async with engine_behind() as busy, engine_behind() as other:
+        busy.add("endless", 100_000_000)
+        for i in range(20):
+            other.add(f"r{i}", 2)
+            assert 2 == len(await other.until_finished(f"r{i}"))
+        assert busy.loop.engine.has_unfinished
+
+
+async def test_a_frontend_that_does_not_read_stops_its_engine() -> None:
+    """It can still abort, and goes on reading where it was."""
+    async with engine_behind(high_water_mark=3) as frontend:
+        frontend.add("a", 1_000_000)
+        await wait_all_tasks_blocked()
+        made = frontend.loop.engine.summary.tokens
+        frontend.add("b", 5)
+        await wait_all_tasks_blocked()
+        assert made == frontend.loop.engine.summary.tokens
+
+        frontend.inputs[0].send_nowait(encode_abort(["a"]))
+        frontend.inputs[0].send_nowait(encode_utility(UtilityRequest(0, 7, "is_sleeping")))
+        await wait_all_tasks_blocked()
+        assert 1 == frontend.loop.engine.summary.aborted
+
+        seen: list[EngineCoreOutput] = []
+        answers = 0
+        while not any(output.request_id == "b" and output.finished for output in seen):
+            outputs = await frontend.receive()
+            if isinstance(outputs, RequestBatchOutputs):
+                seen += outputs.outputs
+            else:
+                answers += 1
+    assert 1 == answers
+    assert made == sum(output.request_id == "a" for output in seen)
+
+
+async def test_steps_can_be_slowed_down(autojump_clock: trio.testing.MockClock) -> None:
+    """The interval is between steps, not before the first; what arrives need not wait."""
+    async with engine_behind(step_interval=0.5) as frontend:
+        begin = trio.current_time()
+        frontend.add("a", 4)
+        await frontend.until_finished("a")
+        assert 1.5 == trio.current_time() - begin
+
+        frontend.add("b", 100)
+        await trio.sleep(0.7)
+        frontend.inputs[0].send_nowait(encode_utility(UtilityRequest(0, 7, "is_sleeping")))
+        await wait_all_tasks_blocked(0.01)
+        kinds = set()
+        with trio.move_on_after(0.01):
+            while True:
+                kinds.add(type(await frontend.receive()))
+        assert UtilityCallOutput in kinds
+
+
+@pytest.mark.parametrize("drain", [True, False])
+async def test_shutting_down_ends_the_loop(drain: bool) -> None:
+    """After what runs, or at once."""
+    async with engine_behind(high_water_mark=2) as frontend:
+        frontend.add("a", 500)
+        assert isinstance(await frontend.receive(), RequestBatchOutputs)
+        frontend.loop.shut_down(drain=drain)
+        frontend.loop.shut_down(drain=drain)
+        outputs = await frontend.until_finished("a")
+        await frontend.ended.wait()
+
+    reason = FinishReason.LENGTH if drain else FinishReason.ABORT
+    assert reason is outputs[-1].finish_reason
+
+
+async def test_an_idle_loop_shuts_down_at_once() -> None:
+    """There is nothing to wait for."""
+    async with engine_behind() as frontend:
+        frontend.loop.shut_down(drain=True)
+        await frontend.ended.wait()
+
+
+async def test_a_farewell_reaches_every_client_that_reads() -> None:
+    """Who does not read has to notice in another way."""
+    async with engine_behind(2, high_water_mark=1) as frontend:
+        frontend.add("a", 500)
+        await wait_all_tasks_blocked()
+        frontend.loop.say_farewell()
+
+        assert isinstance(await frontend.receive(1), EngineDead)
+
+
+async def test_a_wave_ends_when_nobody_has_work() -> None:
+    """The first engine tells the coordinator, for all of this process."""
+    lockstep = Lockstep()
+    async with (
+        engine_behind(lockstep=lockstep) as first,
+        engine_behind(lockstep=lockstep, engine_index=1) as second,
+    ):
+        for frontend in (first, second):
+            frontend.broadcasts.send_nowait([COORDINATOR_READY])
+        second.add("a", 3)
+        told: list[DpControlOutput] = []
+        while not (told and told[-1].start_wave == 0):
+            outputs = decode_outputs(await second.notices.receive())
+            told += [outputs] if isinstance(outputs, DpControlOutput) else []
+        first.broadcasts.send_nowait(encode_start_dp_wave(StartDpWave(0, 1)))
+        await second.until_finished("a")
+        while not isinstance(
+            outputs := decode_outputs(await first.notices.receive()), DpControlOutput
+        ):
+            pass
+
+    assert 0 == outputs.wave_complete
+    assert [0] == [notice.start_wave for notice in told]
+
+
+async def test_garbage_from_the_coordinator_is_noted() -> None:
+    """It ends nobody."""
+    async with engine_behind(lockstep=Lockstep()) as frontend:
+        frontend.broadcasts.send_nowait([b"\x02", b"\xc1"])
+        frontend.broadcasts.send_nowait([b"?"])
+        frontend.add("a")
+        await frontend.until_finished("a")
+
+        assert 2 == frontend.loop.engine.summary.errors

@@ -1,0 +1,336 @@
+"""Mock engines behind a frontend, over ØMQ."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from tests.mock.driver import pack_add, raw_request
+from tests.transport.startup import RawFrontend
+
+from trio_vllm import (
+    ConfigurationError,
+    EngineCoreClient,
+    EngineCoreRequest,
+    EngineDeadError,
+    FinishReason,
+    HandshakeOwner,
+    InternalError,
+    SamplingParams,
+    open_client,
+)
+from trio_vllm.mock import (
+    MockEngine,
+    MockEngineConfig,
+    ServeOptions,
+    Summary,
+    serve_mock_engines,
+)
+from trio_vllm.mock import _serve as serve_module
+from trio_vllm.protocol import (
+    HandshakeStatus,
+    RequestBatchOutputs,
+    decode_outputs,
+    decode_ready_response,
+    decode_report,
+    encode_init,
+)
+from trio_vllm.transport._context import open_context
+
+TIMEOUT = 10.0
+"""Seconds for what must happen."""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A short path for sockets."""
+    with tempfile.TemporaryDirectory(prefix="mock-") as name:
+        yield Path(name)
+
+
+def options_for(folder: Path, **options: Any) -> ServeOptions:
+    return ServeOptions(handshake_address=f"ipc://{folder}/handshake", **options)
+
+
+def owner(options: ServeOptions) -> HandshakeOwner:
+    """The client's side of the same."""
+    return HandshakeOwner(
+        handshake_address=options.handshake_address,
+        engine_count=options.engine_count,
+        ready_timeout=TIMEOUT,
+    )
+
+
+async def generate(client: EngineCoreClient, request_id: str, max_tokens: int) -> FinishReason:
+    params = SamplingParams(max_tokens=max_tokens)
+    request = EngineCoreRequest(
+        request_id=request_id, prompt_token_ids=[1, 2], sampling_params=params
+    )
+    count = 0
+    async with client.call(request) as outputs:
+        async for delivered in outputs:
+            output = delivered.output
+            count += len(output.new_token_ids)
+            if output.finish_reason is not None:
+                assert output.finish_reason is not FinishReason.LENGTH or count == max_tokens
+                return output.finish_reason
+    raise AssertionError("the request has no end")
+
+
+class Serving:
+    """Serves beside a test; the outcome is there afterwards."""
+
+    def __init__(self, options: ServeOptions, **config: Any) -> None:
+        self.options = options
+        self.config = MockEngineConfig(**config)
+        self.shutdown = trio.Event()
+        self.summary: Summary | None = None
+
+    async def run(self) -> None:
+        with trio.fail_after(TIMEOUT):
+            self.summary = await serve_mock_engines(
+                self.config, self.options, shutdown=self.shutdown
+            )
+
+
+async def test_engines_serve_a_client(folder: Path) -> None:
+    """Each gets its share, and the summary counts all."""
+    serving = Serving(options_for(folder, engine_count=3))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(serving.run)
+        async with open_client(owner(serving.options)) as client:
+            assert 1_048_576 == client.max_model_len
+            assert "0.33.0" == client.vllm_version
+            for i in range(9):
+                assert FinishReason.LENGTH is await generate(client, f"r{i}", 5)
+            serving.shutdown.set()
+
+    assert serving.summary is not None
+    assert (9, 45, 9, 0, 0) == (
+        serving.summary.requests,
+        serving.summary.tokens,
+        serving.summary.finished,
+        serving.summary.aborted,
+        serving.summary.errors,
+    )
+    assert serving.summary.tokens_per_second > 0
+
+
+async def test_starting_waits_until_all_have_joined(folder: Path) -> None:
+    """So whoever starts them needs a frontend that comes from elsewhere."""
+    options = options_for(folder, engine_count=2)
+    connected = trio.Event()
+
+    async def frontend() -> None:
+        async with open_client(owner(options)):
+            connected.set()
+            await trio.sleep_forever()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(frontend)
+        with trio.fail_after(TIMEOUT):
+            await nursery.start(serve_mock_engines, MockEngineConfig(), options)
+            await connected.wait()
+        nursery.cancel_scope.cancel()
+
+
+async def test_the_next_frontend_is_served_as_well(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also if the first leaves in the middle of a request."""
+    caplog.set_level(logging.INFO, "trio_vllm.mock")
+    serving = Serving(options_for(folder, engine_count=2), log_requests=True)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(serving.run)
+        for life in range(3):
+            async with open_client(owner(serving.options)) as client:
+                assert FinishReason.LENGTH is await generate(client, f"life {life}", 3)
+        serving.shutdown.set()
+
+    assert serving.summary is not None
+    assert (3, 9) == (serving.summary.requests, serving.summary.tokens)
+    lines = caplog.text
+    assert "engine 1: serving 1 client(s)" in lines
+    assert "engine 1: the frontend has gone" in lines
+    assert "request started request_id='life 2' prompt_len=2 max_tokens=3 chunk_size=1" in lines
+    assert "request finished request_id='life 2' prompt_len=2 output_tokens=3" in lines
+    assert "finish_reason=length" in lines
+
+
+async def test_without_reconnect_the_loss_of_the_frontend_is_the_end(folder: Path) -> None:
+    """It is said which engine noticed."""
+    serving = Serving(options_for(folder, engine_count=2, reconnect=False))
+    with pytest.RaisesGroup(pytest.RaisesExc(EngineDeadError, match="the frontend has gone")):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serving.run)
+            async with open_client(owner(serving.options)) as client:
+                await generate(client, "a", 3)
+
+
+async def test_without_reconnect_the_first_frontend_has_to_come(folder: Path) -> None:
+    """Within the time that it is given."""
+    serving = Serving(options_for(folder, reconnect=False, startup_timeout=0.1))
+
+    with pytest.raises(EngineDeadError, match="INIT from the frontend") as caught:
+        await serving.run()
+
+    assert 0 == caught.value.engine_index
+
+
+async def test_with_reconnect_engines_wait_for_ever(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And say so."""
+    caplog.set_level(logging.INFO, "trio_vllm.mock")
+    monkeypatch.setattr(serve_module, "REPORT_INTERVAL", 0.05)
+    monkeypatch.setattr(serve_module, "RETRY_DELAY", 0.05)
+    serving = Serving(options_for(folder, startup_timeout=0.2, engine_count=2))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(serving.run)
+        await trio.sleep(0.5)
+        async with open_client(owner(serving.options)) as client:
+            await generate(client, "a", 3)
+        serving.shutdown.set()
+
+    assert "engine 1: startup failed while waiting for INIT" in caplog.text
+    assert "engine 0: still joining the frontend at" in caplog.text
+    assert "engine 1: still joining" not in caplog.text
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.1])
+async def test_a_shutdown_without_a_frontend(folder: Path, moment: float) -> None:
+    """Nothing has to be waited for."""
+    serving = Serving(options_for(folder))
+    async with trio.open_nursery() as nursery:
+        if not moment:
+            serving.shutdown.set()
+        nursery.start_soon(serving.run)
+        await trio.sleep(moment)
+        serving.shutdown.set()
+
+    assert Summary() == serving.summary
+
+
+@pytest.mark.parametrize(
+    ("timeout", "max_tokens", "reason"),
+    [
+        (0.0, 10_000_000, FinishReason.ABORT),
+        (0.2, 10_000_000, FinishReason.ABORT),
+        (60.0, 100, FinishReason.LENGTH),
+    ],
+)
+async def test_a_shutdown_ends_requests(
+    folder: Path, timeout: float, max_tokens: int, reason: FinishReason
+) -> None:
+    """They are aborted, at once or after a time in which they may end."""
+    serving = Serving(
+        options_for(folder, shutdown_timeout=timeout, step_interval=0.005),
+        max_model_len=2**40,
+    )
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(serving.run)
+        async with open_client(owner(serving.options)) as client:
+            async with trio.open_nursery() as beside:
+
+                async def expect_end() -> None:
+                    assert reason is await generate(client, "a", max_tokens)
+
+                beside.start_soon(expect_end)
+                await trio.sleep(0.1)
+                serving.shutdown.set()
+
+
+async def test_one_crash_ends_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frontend is told, and the exception says which engine it was."""
+    step = MockEngine.step
+
+    def crash(engine: MockEngine, now: float) -> Any:
+        if engine.engine_index == 1:
+            raise ZeroDivisionError("a bug")
+        return step(engine, now)
+
+    monkeypatch.setattr(MockEngine, "step", crash)
+    serving = Serving(options_for(folder, engine_count=3))
+    with pytest.RaisesGroup(
+        pytest.RaisesExc(InternalError, match="mock engine 1 crashed")
+    ) as caught:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serving.run)
+            async with open_client(owner(serving.options)) as client:
+                request = EngineCoreRequest(
+                    request_id="a",
+                    prompt_token_ids=[1],
+                    sampling_params=SamplingParams(max_tokens=5),
+                    data_parallel_rank=1,
+                )
+                with pytest.raises(EngineDeadError):
+                    async with client.call(request) as outputs:
+                        async for _ in outputs:
+                            pass
+
+    assert isinstance(caught.value.exceptions[0].__cause__, ZeroDivisionError)
+
+
+async def test_an_address_of_a_wrong_form() -> None:
+    """Is no engine's fault."""
+    with pytest.raises(ConfigurationError):
+        await serve_mock_engines(MockEngineConfig(), ServeOptions(handshake_address="nowhere"))
+
+
+async def test_several_clients_and_what_engines_say_of_themselves(folder: Path) -> None:
+    """An engine registers with each client, and answers on the output that a request names."""
+    options = options_for(folder, start_index=5)
+    config = MockEngineConfig(lockstep=True)
+    async with trio.open_nursery() as nursery, open_context() as context:
+        frontend = RawFrontend.bind(context, folder, clients=2)
+        nursery.start_soon(serve_mock_engines, config, options)
+        with trio.fail_after(TIMEOUT):
+            engine_id, hello = await frontend.handshake.receive()
+            assert b"\x05\x00" == engine_id
+            assert HandshakeStatus.HELLO is decode_report(hello).status
+            init = frontend.init(frontend_stats_publish_address="ipc://stats")
+            await frontend.handshake.send([engine_id, encode_init(init)])
+            for socket in frontend.inputs:
+                _, registration = await socket.receive()
+                ready = decode_ready_response(registration)
+                assert (5, 6) == (ready.data_parallel_rank, ready.data_parallel_size)
+                assert "ipc://stats" == ready.dp_stats_address
+            _, report = await frontend.handshake.receive()
+            assert HandshakeStatus.READY is decode_report(report).status
+            for client_index in (1, 0):
+                raw = raw_request("a", 1, client_index=client_index)
+                await frontend.inputs[0].send([engine_id, *pack_add(raw)])
+                outputs = decode_outputs(await frontend.outputs[client_index].receive())
+                assert isinstance(outputs, RequestBatchOutputs)
+                assert 5 == outputs.engine_index
+                assert [FinishReason.LENGTH] == [o.finish_reason for o in outputs.outputs]
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("engine_count", 0),
+        ("engine_count", 65_537),
+        ("start_index", -1),
+        ("start_index", 65_536),
+        ("startup_timeout", 0.0),
+        ("shutdown_timeout", -1.0),
+        ("step_interval", -1.0),
+    ],
+)
+def test_options_that_make_no_sense(option: str, value: Any) -> None:
+    """Are refused before anything is started."""
+    with pytest.raises(ValueError, match=option):
+        ServeOptions(**{option: value})
+
+
+def test_the_last_engine_has_an_index_too() -> None:
+    """Which two bytes must hold."""
+    with pytest.raises(ValueError, match="would be 65536"):
+        ServeOptions(start_index=65_535, engine_count=2)
