@@ -154,7 +154,7 @@ class World:
         client = self.client
         assert 0 == client.in_flight_count
         assert 0 == len(client._utility_calls)
-        assert not client._aborts
+        assert not client._outbox
         assert all(client._balancer.in_flight(index) == 0 for index in client.engine_indices)
 
 

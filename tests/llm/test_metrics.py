@@ -267,7 +267,7 @@ async def test_without_observers_collectors_are_plain_and_statistics_are_not_dec
 
         monkeypatch.setattr(world.llm.client, "submit", note)
         await world.start(lambda: world.llm.generate(make_prompt()))
-        monkeypatch.setattr(world.llm.client, "_take_stats", pytest.fail)
+        monkeypatch.setattr(world.llm.client._dispatcher, "_take_stats", pytest.fail)
         await world.engine.report(running=1)
 
     assert [Collector] == collectors

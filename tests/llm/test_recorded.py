@@ -41,8 +41,8 @@ def as_prompt(request: EngineCoreRequest) -> GenerateRequest:
 
 def assert_equal(recorded: list[list[list[Any]]] | None, logprobs: Logprobs | None) -> None:
     """Log probabilities are those of a recording, where a rank of None is no rank."""
+    assert (recorded is None) == (logprobs is None)
     if recorded is None or logprobs is None:
-        assert recorded is logprobs
         return
     for entries, position in zip(recorded, logprobs, strict=True):
         for (token_id, value, rank), entry in zip(entries, position.entries, strict=True):

@@ -14,7 +14,7 @@ Mirrors ``rust/src/engine-core-client/src/client.rs`` and ``vllm/v1/engine/core_
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -23,41 +23,31 @@ import trio
 from trio_vllm._background import running
 from trio_vllm._errors import (
     ClientClosedError,
-    DecodeError,
     DuplicateRequestIdError,
     EngineCoreError,
     EngineDeadError,
-    PeerGoneError,
     UtilityTimeoutError,
     fresh,
 )
-from trio_vllm.client._aborts import PendingAborts
+from trio_vllm.client._dispatch import Dispatcher, StatsListener
 from trio_vllm.client._inflight import Inflight, Sink
-from trio_vllm.client._lives import CONNECTION_LOST, REPORTED_DEATH, EngineLives
+from trio_vllm.client._lives import CONNECTION_LOST, EngineLives
+from trio_vllm.client._outbox import Outbox
 from trio_vllm.client._ready import EngineFleet
 from trio_vllm.client._stream import OutputStream
 from trio_vllm.client._utilities import UtilityMethods
 from trio_vllm.client._utility_caller import UTILITY_TIMEOUT
 from trio_vllm.client._utility_calls import UtilityCalls
 from trio_vllm.client._utility_rules import check_utility_call
-from trio_vllm.client._waker import Waker
 from trio_vllm.protocol import (
     Balancer,
-    Buffer,
-    DpControlOutput,
     EngineCoreRequest,
-    EngineDead,
     EngineId,
-    Frames,
-    RowBatch,
     SchedulerStats,
-    UtilityCallOutput,
     UtilityRequest,
     check_request,
-    encode_abort,
     encode_add,
     encode_utility,
-    open_outputs,
     resolve_request,
 )
 from trio_vllm.transport import Bootstrapped, EngineLinks, HandshakeOwner, open_frontend
@@ -88,23 +78,24 @@ class EngineCoreClient(UtilityMethods):
         self._balancer = Balancer(links.ready_responses)
         self._lives = EngineLives(
             links.ready_responses,
+            is_lockstep=self.fleet.data_parallel_size > 1,
             on_loss=self._balancer.remove,
             on_death=self._bury,
             on_failure=self._fail,
         )
-        self._aborts = PendingAborts()
-        self._abort_waker = Waker()
-        self._inflight = Inflight(on_release=self._balancer.release, on_abort=self._abort_on_engine)
+        self._outbox = Outbox(links.requests, on_gone=self._lives.lose)
+        self._inflight = Inflight(on_release=self._balancer.release, on_abort=self._outbox.abort)
         self._utility_calls = UtilityCalls()
-        self._stats: dict[int, RowBatch] = {}
-        self._stats_listener: Callable[[int, SchedulerStats], None] | None = None
+        self._dispatcher = Dispatcher(
+            self._inflight, self._utility_calls, self._balancer, self._lives
+        )
         self._failure: EngineCoreError | None = None
         self._failed = trio.Event()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run the tasks of this client while the block runs, then close it; for `open_client`."""
-        async with running(self._pump_outputs, self._pump_aborts, self._watch_lives):
+        async with running(self._pump_outputs, self._outbox.run, self._watch_lives):
             try:
                 yield
             finally:
@@ -154,16 +145,15 @@ class EngineCoreClient(UtilityMethods):
 
     def scheduler_stats(self) -> dict[int, SchedulerStats]:
         """The newest statistics of each living engine that sent any; `DecodeError` if garbled."""
-        stats = {index: batch.decode_stats() for index, batch in sorted(self._stats.items())}
-        return {index: value for index, value in stats.items() if value is not None}
+        return self._dispatcher.scheduler_stats()
 
-    def on_scheduler_stats(self, listener: Callable[[int, SchedulerStats], None]) -> None:
+    def on_scheduler_stats(self, listener: StatsListener) -> None:
         """Have ``listener`` called with each engine's index and statistics as they come.
 
         There is one listener; it must not wait or raise. Without one, the statistics of a single
         engine are not even decoded.
         """
-        self._stats_listener = listener
+        self._dispatcher.stats_listener = listener
 
     # Health -------------------------------------------------------------------------------------
 
@@ -235,10 +225,10 @@ class EngineCoreClient(UtilityMethods):
         request = resolve_request(request, self._client_index, self._backend)
         check_request(request, self._limits)
         message = encode_add(request)
-        if self._aborts and request_id in self._aborts:
-            self._send_aborts()  # an engine dies of an id that it still knows
+        if self._outbox:
+            self._outbox.prepare_id(request_id)
         engine_index = self._balancer.choose(request_id, request.data_parallel_rank)
-        while not self._send(engine_index, message):
+        while not self._outbox.send(engine_index, message):
             self.raise_if_failed()
             engine_index = self._balancer.choose(request_id, request.data_parallel_rank)
         sink.engine_index = engine_index
@@ -261,24 +251,6 @@ class EngineCoreClient(UtilityMethods):
     def abort_all(self) -> None:
         """Abort every request in flight."""
         self._inflight.abort(self._inflight.request_ids)
-
-    def _abort_on_engine(self, engine_index: int, request_id: str) -> None:
-        self._aborts.add(engine_index, request_id)
-        self._abort_waker.wake()
-
-    def _send_aborts(self) -> None:
-        for engine_index, request_ids in self._aborts.take().items():
-            if engine_index in self.engine_indices:
-                self._send(engine_index, encode_abort(request_ids))
-
-    def _send(self, engine_index: int, message: list[Buffer]) -> bool:
-        """Send to an engine; False if it is not there any more."""
-        try:
-            self._links.requests.send_nowait([EngineId.of(engine_index), *message])
-        except PeerGoneError as error:
-            self._lives.lose(engine_index, error)
-            return False
-        return True
 
     # Utility calls ------------------------------------------------------------------------------
 
@@ -313,85 +285,34 @@ class EngineCoreClient(UtilityMethods):
             request = UtilityRequest(self._client_index, call.call_id, method, list(args))
             message = encode_utility(request)
             for engine_index in sorted(call.missing):
-                self._send(engine_index, message)
+                self._outbox.send(engine_index, message)
             with trio.move_on_after(timeout):
                 return await call.wait()
             raise UtilityTimeoutError(method, call.call_id, sorted(call.missing), timeout)
         finally:
             self._utility_calls.close(call)
 
-    # What engines send --------------------------------------------------------------------------
+    # Tasks --------------------------------------------------------------------------------------
 
     async def _pump_outputs(self) -> None:
         """Task: hand out what the engines send, for ever."""
         receive = self._links.outputs.receive_batch
         while True:
             for frames in await receive(BATCH):
-                self._take_message(frames)
-
-    def _take_message(self, frames: Frames) -> None:
-        """Hand out one message of an engine."""
-        try:
-            message = open_outputs(frames)
-            match message:
-                case RowBatch():
-                    self._take_batch(message)
-                case UtilityCallOutput():
-                    self._utility_calls.take(message)
-                case DpControlOutput():
-                    _log.warning("engine %d sent a wave notice here", message.engine_index)
-                case EngineDead():
-                    self._take_farewell()
-        except DecodeError as error:
-            self._lives.take_unreadable(error)
-
-    def _take_batch(self, batch: RowBatch) -> None:
-        if batch.engine_index in self._lives.dead:
-            return
-        self._inflight.take(batch)
-        if batch.has_stats and batch.engine_index in self._lives.living:
-            self._stats[batch.engine_index] = batch
-            if self._stats_listener is not None or len(self._links.ready_responses) > 1:
-                self._take_stats(batch)
-
-    def _take_stats(self, batch: RowBatch) -> None:
-        index = batch.engine_index
-        try:
-            stats = batch.decode_stats()
-        except DecodeError as error:
-            # They are for information only: not worth an engine and its requests.
-            _log.warning("%s", error)
-            return
-        if stats is not None:
-            self._balancer.report(index, stats.num_running_reqs, stats.num_waiting_reqs)
-            if self._stats_listener is not None:
-                self._stats_listener(index, stats)
-
-    def _take_farewell(self) -> None:
-        if self._is_lockstep and len(self._lives.living) > 1:
-            self._fail(EngineDeadError(None, REPORTED_DEATH))
-        else:
-            self._lives.take_farewell()
-
-    # The end ------------------------------------------------------------------------------------
-
-    @property
-    def _is_lockstep(self) -> bool:
-        """Whether no engine can go on without the others."""
-        return self.fleet.data_parallel_size > 1
+                self._dispatcher.take(frames)
 
     async def _watch_lives(self) -> None:
         """Task: find out which engines are gone."""
         await self._lives.watch(self._links.losses)
 
+    # The end ------------------------------------------------------------------------------------
+
     def _bury(self, engine_index: int, error: EngineDeadError) -> None:
         """Make an engine's death known to all who wait for it."""
         self._balancer.remove(engine_index)
-        self._stats.pop(engine_index, None)
+        self._dispatcher.forget(engine_index)
         self._inflight.fail_engine(engine_index, error)
         self._utility_calls.fail_engine(engine_index, error)
-        if not self._lives.living or self._is_lockstep:
-            self._fail(error)
 
     def _fail(self, error: EngineCoreError) -> None:
         """Serve no request any more; the first reason is kept."""
@@ -400,7 +321,7 @@ class EngineCoreClient(UtilityMethods):
         self._failure = error
         self._inflight.fail_all(error)
         self._utility_calls.fail_all(error)
-        self._send_aborts()
+        self._outbox.flush()
         self._failed.set()
 
     def close(self) -> None:
@@ -409,14 +330,6 @@ class EngineCoreClient(UtilityMethods):
         Whoever waits gets `ClientClosedError`. `open_client` does this at the end of its block.
         """
         self._fail(ClientClosedError())
-
-    async def _pump_aborts(self) -> None:
-        """Task: tell engines of aborted requests."""
-        while True:
-            await trio.lowlevel.checkpoint()
-            if not self._aborts:
-                await self._abort_waker.wait()
-            self._send_aborts()
 
 
 @asynccontextmanager

@@ -55,7 +55,7 @@ class Inflight:
         """
         Args:
           on_release: A request has left the table; its engine.
-          on_abort: An engine does not know that a request is over; the engine and the request.
+          on_abort: An engine may not know that a request is over; the engine and the request.
         """
         self._sinks: dict[str, Sink] = {}
         self._on_release = on_release
@@ -112,7 +112,7 @@ class Inflight:
         except DecodeError as error:
             if request_id is None:
                 raise
-            self._fail(request_id, error, abort=True)
+            self._fail(request_id, error)
             return
         sink = self._sinks[output.request_id]
         if output.finished:
@@ -134,11 +134,9 @@ class Inflight:
         del self._sinks[sink.request_id]
         self._on_release(sink.engine_index)
 
-    def _fail(self, request_id: str, error: EngineCoreError, *, abort: bool = False) -> None:
+    def _fail(self, request_id: str, error: EngineCoreError) -> None:
         sink = self._sinks[request_id]
-        self._remove(sink)
-        if abort:
-            self._on_abort(sink.engine_index, request_id)
+        self.drop(sink)
         sink.fail(error)
 
     def drop(self, sink: Sink) -> None:
@@ -160,15 +158,15 @@ class Inflight:
                 sink.add_output(output, 0.0, None)
 
     def fail_engine(self, engine_index: int, error: EngineCoreError) -> None:
-        """End all requests of one engine, which is gone."""
+        """End all requests of one engine."""
         for sink in list(self._sinks.values()):
             if sink.engine_index == engine_index:
                 self._fail(sink.request_id, error)
 
     def fail_all(self, error: EngineCoreError) -> None:
-        """End all requests; their engines are to be told."""
+        """End all requests."""
         for request_id in self.request_ids:
-            self._fail(request_id, error, abort=True)
+            self._fail(request_id, error)
 
 
 def _check_rows(output: EngineCoreOutput, engine_index: int) -> None:

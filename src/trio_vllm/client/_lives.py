@@ -10,7 +10,7 @@ Theory of operation. An engine goes in one of three ways.
   an engine that serves nobody cannot be told from the others, so none can be relied on.
 * It sends what cannot be read. What it says next cannot be trusted, so it is dead at once.
 
-The first reason is kept.
+The first reason is kept. Engines in lockstep go together.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class EngineLives:
         self,
         engine_indices: Iterable[int],
         *,
+        is_lockstep: bool,
         on_loss: Callable[[int], None],
         on_death: Callable[[int, EngineDeadError], None],
         on_failure: Callable[[EngineCoreError], None],
@@ -55,6 +56,7 @@ class EngineLives:
         """
         Args:
           engine_indices: All of them; they are alive.
+          is_lockstep: None can go on without the others.
           on_loss: An engine can be sent nothing any more.
           on_death: An engine is dead; a loss may have come before.
           on_failure: No engine can be relied on any more.
@@ -62,6 +64,7 @@ class EngineLives:
         self.living = sorted(engine_indices)
         """Those that are not dead, lost or not."""
         self.dead: dict[int, EngineDeadError] = {}
+        self._is_lockstep = is_lockstep
         self._on_loss = on_loss
         self._on_death = on_death
         self._on_failure = on_failure
@@ -108,7 +111,9 @@ class EngineLives:
 
     def take_farewell(self) -> None:
         """Somebody sent ENGINE_CORE_DEAD."""
-        if self._silent:
+        if self._is_lockstep and len(self.living) > 1:
+            self._on_failure(EngineDeadError(None, REPORTED_DEATH))
+        elif self._silent:
             del self._silent[0]
         elif len(self.living) == 1:
             self.die(self.living[0], REPORTED_DEATH)
@@ -146,3 +151,5 @@ class EngineLives:
         self.living.remove(engine_index)
         self.dead[engine_index] = error
         self._on_death(engine_index, error)
+        if not self.living or self._is_lockstep:
+            self._on_failure(error)
