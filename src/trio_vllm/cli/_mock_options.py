@@ -10,12 +10,21 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import attrs
-from cyclopts import Group, Parameter
+from cyclopts import ArgumentCollection, Group, Parameter
 from cyclopts.validators import Number
 
 MAX_ENGINES = 2**16
 
-ENGINES = Group("Engines", sort_key=0)
+
+def _check_last_index(arguments: ArgumentCollection) -> None:
+    """Refuse, by `ValueError`, engines whose indices would not all fit two bytes."""
+    given = {argument.name: argument.value for argument in arguments if argument.has_tokens}
+    last = given.get("--engine-start-index", 0) + given.get("--engine-count", 1) - 1
+    if last >= MAX_ENGINES:
+        raise ValueError(f"The last engine's index would be {last}, and {MAX_ENGINES - 1} at most.")
+
+
+ENGINES = Group("Engines", sort_key=0, validator=_check_last_index)
 TOKENS = Group("Tokens", sort_key=1)
 FIGURES = Group("What the engines say of themselves", sort_key=2)
 LIFE = Group("Life", sort_key=3)
@@ -113,16 +122,3 @@ class MockOptions:
     shutdown_timeout: Annotated[float, Parameter(group=LIFE, validator=_check_seconds)] = 0.0
     """Seconds that requests may take to end after SIGINT or SIGTERM; then they are aborted. A
     second signal ends all at once."""
-
-
-DEFAULTS = MockOptions()
-
-
-def check_usage(options: MockOptions = DEFAULTS) -> None:
-    """Refuse, by `ValueError`, options that do not go together."""
-    last = options.engine_start_index + options.engine_count - 1
-    if last >= MAX_ENGINES:
-        raise ValueError(
-            f"--engine-start-index and --engine-count make {last} the last engine's index, but"
-            f" {MAX_ENGINES - 1} is the largest possible."
-        )

@@ -109,6 +109,9 @@ class _Service:
 
     async def run(self) -> None:
         """Run all engines; the failure of one is the failure of all."""
+        first, last = min(self._missing), max(self._missing)
+        engines = f"engine {first}" if first == last else f"engines {first} to {last}"
+        log.info("%s: joining the frontend at %s", engines, self._options.handshake_address)
         async with trio.open_nursery() as nursery:
             for engine_index in sorted(self._missing):
                 nursery.start_soon(self._guard, engine_index, nursery.cancel_scope)

@@ -1,0 +1,306 @@
+"""The command ``mock-engine``: what it takes and refuses, and how it ends."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import trio
+
+from trio_vllm import (
+    EngineDeadError,
+    FinishReason,
+    GenerateRequest,
+    HandshakeOwner,
+    Llm,
+    SamplingParams,
+    open_llm,
+)
+from trio_vllm.cli._mock_engine import app, main
+from trio_vllm.cli._mock_options import MockOptions
+from trio_vllm.mock import MockEngineConfig, ServeOptions
+
+TIMEOUT = 30.0
+"""Seconds in which a process must have started, or ended."""
+
+
+def parsed(*tokens: str) -> MockOptions:
+    """The options that the command would get."""
+    _, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
+    options = bound.arguments.get("options", MockOptions())
+    assert isinstance(options, MockOptions)
+    return options
+
+
+def refused(capsys: pytest.CaptureFixture[str], *tokens: str) -> str:
+    """Run what is wrong usage; give the one line that says so."""
+    assert 2 == main(tokens)
+    captured = capsys.readouterr()
+    assert "" == captured.out
+    assert 1 == captured.err.count("\n")
+    assert captured.err.startswith("mock-engine: ")
+    return captured.err
+
+
+@contextmanager
+def mock_engine(*tokens: str) -> Iterator[subprocess.Popen[str]]:
+    """Run the command as a process."""
+    command = [sys.executable, "-m", "trio_vllm", "mock-engine", *tokens]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """A handshake address."""
+    with tempfile.TemporaryDirectory(prefix="mock-") as folder:
+        yield f"ipc://{folder}/handshake"
+
+
+def end(process: subprocess.Popen[str], *signals: int) -> tuple[int, str]:
+    """Signal a process; give its exit code and what it has logged."""
+    for number in signals:
+        process.send_signal(number)
+    _, log = process.communicate(timeout=TIMEOUT)
+    return process.returncode, log
+
+
+# Options ----------------------------------------------------------------------------------------
+
+
+def test_defaults_are_those_of_vllms_mock_engine() -> None:
+    """Where it has the option."""
+    options = parsed()
+
+    assert (
+        "tcp://127.0.0.1:29550",
+        1,
+        0,
+        1,
+        32_000,
+        0,
+        False,
+        1_048_576,
+        True,
+    ) == (
+        options.handshake_address,
+        options.engine_count,
+        options.engine_start_index,
+        options.output_token_chunk_size,
+        options.vocab_size,
+        options.seed,
+        options.log_requests,
+        options.max_model_len,
+        options.reconnect,
+    )
+
+
+def test_defaults_are_those_of_the_library() -> None:
+    """They are written down twice, lest the help import what runs the engines."""
+    options, config, serving = MockOptions(), MockEngineConfig(), ServeOptions()
+    for field in attrs.fields(MockEngineConfig):
+        if field.name not in {"supported_tasks", "enable_sleep_mode"}:
+            assert getattr(config, field.name) == getattr(options, field.name), field.name
+    for name in ("handshake_address", "engine_count", "reconnect", "shutdown_timeout"):
+        assert getattr(serving, name) == getattr(options, name), name
+
+
+@pytest.mark.parametrize(
+    ("tokens", "name", "value"),
+    [
+        (["--handshake-address", "tcp://[::1]:5"], "handshake_address", "tcp://[::1]:5"),
+        (["--engine-count", "65536"], "engine_count", 65_536),
+        (["--engine-start-index", "4"], "engine_start_index", 4),
+        (["--output-token-chunk-size", "8"], "output_token_chunk_size", 8),
+        (["--vocab-size", "151936"], "vocab_size", 151_936),
+        (["--seed", "18446744073709551615"], "seed", 2**64 - 1),
+        (["--log-requests"], "log_requests", True),
+        (["--max-model-len", "4096"], "max_model_len", 4096),
+        (["--stop-at-eos"], "stop_at_eos", True),
+        (["--embedding-size", "8"], "embedding_size", 8),
+        (["--num-gpu-blocks", "9"], "num_gpu_blocks", 9),
+        (["--block-size", "32"], "block_size", 32),
+        (["--kv-cache-size-tokens", "99"], "kv_cache_size_tokens", 99),
+        (["--max-num-seqs", "7"], "max_num_seqs", 7),
+        (["--max-num-batched-tokens", "77"], "max_num_batched_tokens", 77),
+        (["--dtype", "bfloat16"], "dtype", "bfloat16"),
+        (["--vllm-version", "1"], "vllm_version", "1"),
+        (["--instance-id", "x"], "instance_id", "x"),
+        (["--max-loras", "2"], "max_loras", 2),
+        (["--supported-tasks", "generate,embed"], "supported_tasks", "generate,embed"),
+        (["--lockstep"], "lockstep", True),
+        (["--no-reconnect"], "reconnect", False),
+        (["--startup-timeout", "2.5"], "startup_timeout", 2.5),
+        (["--shutdown-timeout", "2.5"], "shutdown_timeout", 2.5),
+        (["--step-interval", "0.01"], "step_interval", 0.01),
+    ],
+)
+def test_options(tokens: Sequence[str], name: str, value: Any) -> None:
+    """Each reaches its place."""
+    assert value == getattr(parsed(*tokens), name)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [
+        (["--vocab-size", "0"], "--vocab-size"),
+        (["--output-token-chunk-size", "0"], "--output-token-chunk-size"),
+        (["--engine-count", "0"], "--engine-count"),
+        (["--engine-count", "65537"], "--engine-count"),
+        (["--engine-start-index", "65535", "--engine-count", "2"], "index would be 65536"),
+        (["--seed", "-1"], "--seed"),
+        (["--max-model-len", "0"], "--max-model-len"),
+        (["--dtype", "int8"], "--dtype"),
+        (["--handshake-address", "127.0.0.1:29550"], "--handshake-address"),
+        (["--handshake-address", "tcp://127.0.0.1:0"], "--handshake-address"),
+        (["--shutdown-timeout", "-1"], "--shutdown-timeout"),
+        (["--shutdown-timeout", "nan"], "--shutdown-timeout"),
+        (["--startup-timeout", "0"], "--startup-timeout"),
+        (["--nonsense"], "--nonsense"),
+        (["more"], "more"),
+        (["--config", "/nowhere/at/all.toml"], "--config"),
+    ],
+)
+def test_wrong_usage(
+    capsys: pytest.CaptureFixture[str], tokens: Sequence[str], reason: str
+) -> None:
+    """One line, exit code 2."""
+    assert reason in refused(capsys, *tokens)
+
+
+def test_other_sources_of_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line wins over the environment, and that over the file."""
+    file = tmp_path / "mock.toml"
+    file.write_text("seed = 1\nvocab-size = 11\nengine-count = 21\nreconnect = false\n")
+    monkeypatch.setenv("MOCK_ENGINE_VOCAB_SIZE", "12")
+    monkeypatch.setenv("MOCK_ENGINE_ENGINE_COUNT", "22")
+
+    options = parsed("--config", str(file), "--engine-count", "23")
+
+    assert (1, 12, 23, False) == (
+        options.seed,
+        options.vocab_size,
+        options.engine_count,
+        options.reconnect,
+    )
+
+
+def test_the_help_says_how_to_start_a_frontend(capsys: pytest.CaptureFixture[str]) -> None:
+    """Both kinds, and what is not validated."""
+    assert 0 == main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "vllm-rs serve MODEL --data-parallel-size-local 0 --handshake-port 29550" in text
+    assert "vllm serve MODEL --data-parallel-size-local 0" in text
+    assert "It does not validate" in text
+    for option in attrs.fields(MockOptions):
+        assert f"--{option.name.replace('_', '-')}" in text
+
+
+# Life -------------------------------------------------------------------------------------------
+
+
+async def use(llm: Llm, max_tokens: int = 5) -> None:
+    request = GenerateRequest(
+        request_id="it",
+        prompt_token_ids=[1, 2],
+        sampling_params=SamplingParams(max_tokens=max_tokens),
+    )
+    output = await llm.generate(request)
+    assert FinishReason.LENGTH is output.finish_reason
+    assert max_tokens == len(output.token_ids)
+
+
+def owner(address: str, engine_count: int = 1) -> HandshakeOwner:
+    return HandshakeOwner(
+        handshake_address=address, engine_count=engine_count, ready_timeout=TIMEOUT
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_ends_it_cleanly(address: str, number: int) -> None:
+    """With a summary and exit code 0."""
+    tokens = ("--handshake-address", address, "--engine-count", "2", "--log-requests")
+    with mock_engine(*tokens) as process:
+        async with open_llm(owner(address, 2)) as llm:
+            for _ in range(3):
+                await use(llm)
+            code, log = await trio.to_thread.run_sync(end, process, number)
+
+    assert 0 == code
+    assert 3 == len(re.findall("request started request_id=it-.* max_tokens=5", log))
+    assert 3 == len(re.findall("request finished request_id=it-.* output_tokens=5", log))
+    assert re.search(
+        r"summary: requests=3 tokens=15 tokens_per_second=\d+ finished=3 aborted=0 errors=0", log
+    )
+
+
+@pytest.mark.parametrize(("second_signal", "max_tokens"), [(False, 20), (True, 1_000_000)])
+async def test_requests_may_end_first(address: str, second_signal: bool, max_tokens: int) -> None:
+    """As long as the shutdown timeout lasts; a second signal ends that."""
+    tokens = ("--handshake-address", address, "--step-interval", "0.05")
+    with mock_engine(*tokens, "--shutdown-timeout", "60") as process:
+        async with open_llm(owner(address)) as llm, trio.open_nursery() as nursery:
+
+            async def run() -> None:
+                try:
+                    await use(llm, max_tokens)
+                except EngineDeadError:
+                    assert second_signal
+
+            nursery.start_soon(run)
+            await trio.sleep(0.3)
+            process.send_signal(signal.SIGTERM)
+            await trio.sleep(0.3)
+            signals = [signal.SIGTERM] if second_signal else []
+            code, _ = await trio.to_thread.run_sync(end, process, *signals)
+    assert 0 == code
+
+
+def test_a_signal_before_there_is_a_frontend(address: str) -> None:
+    """Ends it as well."""
+    with mock_engine("--handshake-address", address) as process:
+        assert process.stderr is not None
+        assert "engine 0: joining the frontend" in process.stderr.readline()
+        code, log = end(process, signal.SIGINT)
+
+    assert 0 == code
+    assert "requests=0" in log
+
+
+async def test_without_reconnect_it_fails_with_its_frontend(address: str) -> None:
+    """One line says which engine and why."""
+    tokens = ("--handshake-address", address, "--engine-count", "2", "--no-reconnect")
+    with mock_engine(*tokens) as process:
+        async with open_llm(owner(address, 2)) as llm:
+            await use(llm)
+        _, log = await trio.to_thread.run_sync(process.communicate, None, TIMEOUT)
+
+    assert 1 == process.returncode
+    last = log.splitlines()[-1]
+    assert re.fullmatch(r"mock-engine: engine [01] is dead: the frontend has gone \(.*\)", last)
+
+
+def test_a_frontend_that_does_not_come() -> None:
+    """Fails in time, and the traceback is there for who asks."""
+    with tempfile.TemporaryDirectory(prefix="mock-") as folder:
+        tokens = ("--handshake-address", f"ipc://{folder}/x", "--no-reconnect", "--debug")
+        with mock_engine(*tokens, "--startup-timeout", "0.2") as process:
+            code, log = end(process)
+
+    assert 1 == code
+    assert "Traceback" in log
+    assert "mock-engine: engine 0 is dead: startup failed while waiting for INIT" in log
