@@ -18,6 +18,18 @@ STOP_LIMIT = 1.0
 """Seconds from Ctrl-C to the end of the command."""
 
 
+FIVE_IDS = r"token_ids=\[\d+(, \d+){4}\]"
+
+ALL_PASS = (
+    FIVE_IDS,
+    "finish_reason=length",
+    r"is_sleeping\(after_sleep\)=true",
+    r"is_sleeping\(after_wake\)=false",
+    "new_logprobs=1 rows of 3",
+    "new_prompt_logprobs_tensors=479 rows of 2",
+)
+
+
 class CheckError(Exception):
     """The command did not do what it must."""
 

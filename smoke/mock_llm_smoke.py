@@ -6,6 +6,7 @@ import sys
 import time
 
 from llm_smoke_checks import (
+    FIVE_IDS,
     LLM_SMOKE,
     LOSS_LIMIT,
     STOP_LIMIT,
@@ -22,8 +23,6 @@ MOCK_ENGINE = [sys.executable, "-m", "trio_vllm", "mock-engine"]
 
 ENDLESS = ("--max-tokens", "1000000")
 """Tokens that a mock engine needs seconds for."""
-
-FIVE_IDS = r"token_ids=\[\d+(, \d+){4}\]"
 
 begin = time.monotonic()
 with running("llm-smoke --help", [*LLM_SMOKE, "all", "--help"]) as process:
