@@ -1,0 +1,16 @@
+"""vLLM's Python frontend with mock engines: one, four, and four behind two API servers."""
+
+from frontend_checks import PACE, check_frontend, mock_engine
+from peers import free_port, python_frontend
+
+for engine_count, api_servers in ((1, None), (4, None), (4, 2)):
+    count = str(engine_count)
+    servers = () if api_servers is None else ("--api-server-count", str(api_servers))
+    handshake, http = free_port(), free_port()
+    with (
+        mock_engine(handshake, "--engine-count", count, *PACE) as mock,
+        python_frontend(handshake, http, "--data-parallel-size", count, *servers) as frontend,
+    ):
+        frontend.wait_for_http(f"http://127.0.0.1:{http}/health", 180)
+        check_frontend(http, mock, engine_count)
+    print(f"ok {engine_count} engines, {api_servers or 'default'} API servers", flush=True)
