@@ -71,6 +71,17 @@ def test_a_killed_engine_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
     assert "engine 0 is dead" in line or "the engine command died of SIGKILL" in line
 
 
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (40, "signal 40")])
+def test_the_signal_that_ended_the_command_is_named(
+    capfd: pytest.CaptureFixture[str], number: int, name: str
+) -> None:
+    """Or numbered, if it has no name."""
+    script = f"import os; os.kill(os.getpid(), {number})"
+
+    assert main(["generate", "--spawn", "--", sys.executable, "-c", script, "1"]) == 1
+    assert capfd.readouterr().err == f"llm-smoke: the engine command died of {name}\n"
+
+
 def test_a_command_that_does_not_exist(capfd: pytest.CaptureFixture[str]) -> None:
     """One line, no traceback."""
     assert main(["generate", "--spawn", "--", "/no/such/engine", "{port}"]) == 1

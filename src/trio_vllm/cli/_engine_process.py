@@ -20,8 +20,8 @@ GRACE = 5.0
 HURRIED_GRACE = 0.3
 """The same if the user wants us to stop, which shall take a second at most."""
 
-VANISHING_TIME = 0.5
-"""Seconds that processes may take to vanish after SIGKILL."""
+VANISHING_TIME = 0.3
+"""Seconds that we wait for processes to vanish after SIGKILL, which they cannot escape."""
 
 POLL_INTERVAL = 0.01
 """Seconds between two looks whether they have."""
