@@ -6,8 +6,8 @@ an empty or too long prompt, an unknown token id or pooling task. Upstream's fro
 that first, in ``vllm/v1/engine/input_processor.py`` (``InputProcessor.process_inputs``) and
 ``vllm/sampling_params.py`` (``SamplingParams._verify_args``, ``SamplingParams.verify``); so does
 `check_request`. What concerns one field by itself stands in its form (``_sampling.py``,
-``_request.py``, …) and is checked again when the request is written; here is what concerns fields
-together, or the engine.
+``_request.py``, …) and is checked again when the request is written; here, and in
+``_sampling_validation.py``, is what concerns fields together, or the engine.
 
 Not known here, and left to the caller: the vocabulary unless it is told, the engine's
 ``--max-logprobs``, its hidden size, whether it has a reasoning parser.
@@ -15,7 +15,6 @@ Not known here, and left to the caller: the vocabulary unless it is told, the en
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -28,13 +27,11 @@ from ._forms import Form, FormError, pass_on
 from ._handshake import EngineCoreReadyResponse
 from ._multimodal import MultiModalFeatureSpec, PlaceholderRange
 from ._pooling import PoolingParams
+from ._refusal import Unsupported, not_in_vocabulary, refuse, refuse_here
 from ._request import REQUEST_FIELDS, EngineCoreRequest, name_of
-from ._sampling import SAMPLING_FIELDS, EngineCoreSamplingParams, StructuredOutputsParams
+from ._sampling import SAMPLING_FIELDS, EngineCoreSamplingParams
+from ._sampling_validation import check_sampling
 from ._structs import field_checker
-
-JSON_NESTING = 64
-"""Levels of a JSON schema; converting it to a grammar gets steeply dearer with each."""
-STRUCTURAL_TAG_NESTING = 80
 
 
 @attrs.frozen(kw_only=True)
@@ -84,23 +81,11 @@ def check_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
             _check_prompt_vocabulary(request, request.prompt_token_ids, limits.vocab_size)
         _check_engine(request, limits)
         if request.sampling_params is not None:
-            _check_sampling(request.sampling_params, length, limits)
-    except _UnsupportedError as error:
+            check_sampling(request.sampling_params, length, limits.vocab_size)
+    except Unsupported as error:
         raise UnsupportedFieldError(name_of(request), error.where, error.reason) from None
     except FormError as error:
         raise InvalidFieldError(name_of(request), error.where, error.reason) from None
-
-
-class _UnsupportedError(FormError):
-    """The value is good, but not here."""
-
-
-def _refuse(field: str, reason: str) -> FormError:
-    return FormError(reason).within(f".{field}" if field else "")
-
-
-def _refuse_here(field: str, reason: str) -> FormError:
-    return _UnsupportedError(reason).within(f".{field}")
 
 
 # Their form would go on to write the map; to look at the fields is enough here, and faster.
@@ -138,15 +123,15 @@ def _check_prompt(request: EngineCoreRequest, limits: RequestLimits) -> int:
         longest -= 1
     if length > longest:
         field = "prompt_embeds" if token_ids is None else "prompt_token_ids"
-        raise _refuse(field, f"must be {longest} tokens at most, not {length}")
+        raise refuse(field, f"must be {longest} tokens at most, not {length}")
     return length
 
 
 def _check_embeds(request: EngineCoreRequest, embeds: Tensor) -> int:
     if len(embeds.shape) != 2 or not str(embeds.dtype).endswith(("float16", "float32", "float64")):
-        raise _refuse("prompt_embeds", "must be numbers of shape [tokens, hidden]")
+        raise refuse("prompt_embeds", "must be numbers of shape [tokens, hidden]")
     if request.prompt_token_ids is not None and request.prompt_is_token_ids is None:
-        raise _refuse("prompt_is_token_ids", "must tell token ids from embeddings")
+        raise refuse("prompt_is_token_ids", "must tell token ids from embeddings")
     return embeds.shape[0]
 
 
@@ -154,13 +139,13 @@ def _check_token_mask(request: EngineCoreRequest, length: int) -> None:
     """The mask has one entry per position, and so has everything else."""
     mask = request.prompt_is_token_ids
     if request.prompt_embeds is None or request.prompt_token_ids is None:
-        raise _refuse("prompt_is_token_ids", "needs both prompt_token_ids and prompt_embeds")
+        raise refuse("prompt_is_token_ids", "needs both prompt_token_ids and prompt_embeds")
     for field, positions in (
         ("prompt_token_ids", len(request.prompt_token_ids)),
         ("prompt_is_token_ids", len(mask or ())),
     ):
         if positions != length:
-            raise _refuse(field, f"must be as long as prompt_embeds ({length}), not {positions}")
+            raise refuse(field, f"must be as long as prompt_embeds ({length}), not {positions}")
 
 
 def _check_prompt_vocabulary(
@@ -177,11 +162,7 @@ def _check_prompt_vocabulary(
     held.update(position for position, is_token in enumerate(mask) if not is_token)
     for position, token_id in enumerate(token_ids):
         if token_id >= vocab_size and position not in held:
-            raise _refuse(f"prompt_token_ids[{position}]", _not_in_vocabulary(token_id, vocab_size))
-
-
-def _not_in_vocabulary(token_id: int, vocab_size: int) -> str:
-    return f"{token_id} is not in the vocabulary of {vocab_size} tokens"
+            raise refuse(f"prompt_token_ids[{position}]", not_in_vocabulary(token_id, vocab_size))
 
 
 def _check_features(features: list[MultiModalFeatureSpec], prompt_length: int) -> None:
@@ -198,13 +179,13 @@ def _check_features(features: list[MultiModalFeatureSpec], prompt_length: int) -
 def _check_position(position: PlaceholderRange, prompt_length: int, earlier: int) -> None:
     mask = position.is_embed
     if position.length < 1:
-        raise _refuse("length", "must be at least 1")
+        raise refuse("length", "must be at least 1")
     if position.offset + position.length > prompt_length:
-        raise _refuse("", f"must lie inside the prompt of {prompt_length} tokens")
+        raise refuse("", f"must lie inside the prompt of {prompt_length} tokens")
     if position.offset < earlier:
-        raise _refuse("offset", f"must not be before the one of the feature before ({earlier})")
+        raise refuse("offset", f"must not be before the one of the feature before ({earlier})")
     if mask is not None and (str(mask.dtype) != "bool" or mask.shape != (position.length,)):
-        raise _refuse("is_embed", f"must be booleans of shape [{position.length}]")
+        raise refuse("is_embed", f"must be booleans of shape [{position.length}]")
 
 
 # The engine -------------------------------------------------------------------------------------
@@ -214,16 +195,16 @@ def _check_engine(request: EngineCoreRequest, limits: RequestLimits) -> None:
     """What the engine has to be able to do for this request."""
     if limits.client_count is not None and request.client_index >= limits.client_count:
         # It would never answer anybody again: see EngineCoreProc.process_output_sockets.
-        raise _refuse("client_index", f"must be below {limits.client_count}")
+        raise refuse("client_index", f"must be below {limits.client_count}")
     if request.lora_request is not None and not limits.supports_lora:
         # It would silently answer without the adapter: InputProcessor._validate_lora.
-        raise _refuse_here("lora_request", "is set, but the engine was started without LoRA")
+        raise refuse_here("lora_request", "is set, but the engine was started without LoRA")
     if (request.sampling_params is None) == (request.pooling_params is None):
-        raise _refuse("sampling_params", "or pooling_params must be set, and not both")
+        raise refuse("sampling_params", "or pooling_params must be set, and not both")
     if request.pooling_params is not None:
         _check_pooling(request.pooling_params, limits)
     elif limits.supported_tasks is not None and not _GENERATION_TASKS & {*limits.supported_tasks}:
-        raise _refuse_here("sampling_params", "is set, but the model only pools")
+        raise refuse_here("sampling_params", "is set, but the model only pools")
 
 
 _GENERATION_TASKS = {"generate", "transcription", "realtime"}
@@ -231,147 +212,9 @@ _GENERATION_TASKS = {"generate", "transcription", "realtime"}
 
 def _check_pooling(params: PoolingParams, limits: RequestLimits) -> None:
     if params.task is None:
-        raise _refuse("pooling_params.task", "must be set")
+        raise refuse("pooling_params.task", "must be set")
     if limits.supported_tasks is not None and params.task not in limits.supported_tasks:
-        raise _refuse_here("pooling_params.task", f"{params.task!r} is not supported by the model")
+        raise refuse_here("pooling_params.task", f"{params.task!r} is not supported by the model")
     if params.late_chunking_params is not None and limits.vllm_version.startswith("0.32."):
         # It would be taken for an unknown trailing field.
-        raise _refuse_here("pooling_params.late_chunking_params", "needs an engine of 0.33")
-
-
-# Sampling ---------------------------------------------------------------------------------------
-
-
-def _check_sampling(params: EngineCoreSamplingParams, length: int, limits: RequestLimits) -> None:
-    try:
-        if params.n != 1:
-            raise _refuse_here("n", "must be 1: an engine makes one completion per request")
-        if params.max_tokens is None:
-            raise _refuse("max_tokens", "must be set")
-        if params.min_tokens > params.max_tokens:
-            raise _refuse("min_tokens", f"must be at most max_tokens ({params.max_tokens})")
-        if params.routed_experts_prompt_start > length:
-            raise _refuse("routed_experts_prompt_start", f"must be {length} at most")
-        if params.logprob_token_ids is not None and params.logprobs is not None:
-            _check_logprobs_count(params.logprobs, len(params.logprob_token_ids))
-        if params.prompt_logprob_token_ids is not None or params.prompt_logprob_start is not None:
-            _check_prompt_logprob_token_ids(params, length)
-        if params.structured_outputs is not None:
-            _check_structured_outputs(params.structured_outputs)
-        if params.trace_decode_token_ids is not None:
-            _check_trace(params)
-        if limits.vocab_size is not None:
-            _check_vocabulary(params, limits.vocab_size)
-    except FormError as error:
-        raise error.within(".sampling_params") from None
-
-
-def _check_logprobs_count(logprobs: int, count: int) -> None:
-    if logprobs != count:
-        raise _refuse("logprobs", f"must be nil or the number of logprob_token_ids ({count})")
-
-
-def _check_prompt_logprob_token_ids(params: EngineCoreSamplingParams, length: int) -> None:
-    """One row of ids for each prompt token from the one after ``prompt_logprob_start`` on."""
-    ids = params.prompt_logprob_token_ids
-    if ids is None:
-        raise _refuse("prompt_logprob_start", "needs prompt_logprob_token_ids")
-    rows = length - 1 - (params.prompt_logprob_start or 0)
-    if ids.ndim != 2 or ids.dtype.kind not in "iu" or not ids.size:
-        raise _refuse(
-            "prompt_logprob_token_ids", "must be integers of shape [rows, ids], not empty"
-        )
-    if len(ids) != rows:
-        raise _refuse("prompt_logprob_token_ids", f"must have {rows} rows, not {len(ids)}")
-    if int(ids.min()) < -1 or int(ids.max()) >= 2**31:
-        raise _refuse("prompt_logprob_token_ids", "must be token ids, or -1")
-
-
-def _check_structured_outputs(params: StructuredOutputsParams) -> None:
-    """See ``SamplingParams._validate_structured_outputs``; a grammar that does not compile is left
-    to the engine, which ends that request alone."""
-    try:
-        if params.backend is None:
-            raise _refuse("backend", "must be set")
-        for name in ("json", "grammar", "structural_tag"):
-            text = getattr(params, name)
-            if isinstance(text, str) and not text.strip():
-                raise _refuse(name, "must not be blank")
-        if params.regex is not None and "\0" in params.regex:
-            raise _refuse("regex", "must not contain NUL")
-        for name, limit in (("json", JSON_NESTING), ("structural_tag", STRUCTURAL_TAG_NESTING)):
-            if _nests_deeper(getattr(params, name), limit):
-                raise _refuse(name, f"must not nest deeper than {limit} levels")
-    except FormError as error:
-        raise error.within(".structured_outputs") from None
-
-
-_JSON_CONTAINERS = (dict, list, tuple)
-
-
-def _nests_deeper(document: object, limit: int) -> bool:
-    """Whether a JSON document nests lists and maps more than ``limit`` levels deep."""
-    if isinstance(document, str):
-        try:
-            document = json.loads(document)
-        except RecursionError:
-            return True
-        except ValueError:
-            return False  # what is no JSON at all is found out by the engine's grammar compiler
-    level = [document] if isinstance(document, _JSON_CONTAINERS) else []
-    for _ in range(limit):
-        level = [
-            item
-            for value in level
-            for item in (value.values() if isinstance(value, dict) else value)
-            if isinstance(item, _JSON_CONTAINERS)
-        ]
-    return bool(level)
-
-
-_NOT_WITH_TRACE = (
-    "prompt_logprobs",
-    "prompt_logprob_token_ids",
-    "structured_outputs",
-    "repetition_detection",
-    "thinking_token_budget",
-    "bad_words_token_ids",
-)
-
-
-def _check_trace(params: EngineCoreSamplingParams) -> None:
-    """See ``SamplingParams._validate_trace_replay``."""
-    for name in _NOT_WITH_TRACE:
-        if getattr(params, name) is not None:
-            raise _refuse(name, "cannot be combined with trace_decode_token_ids")
-
-
-_TOKEN_ID_FIELDS = (
-    "stop_token_ids",
-    "all_stop_token_ids",
-    "logit_bias",
-    "allowed_token_ids",
-    "logprob_token_ids",
-    "trace_decode_token_ids",
-)
-
-
-def _check_vocabulary(params: EngineCoreSamplingParams, vocab_size: int) -> None:
-    """Token ids are indices into the logits, and so many log probabilities are there to report."""
-    for name in _TOKEN_ID_FIELDS:
-        _check_known(name, getattr(params, name), vocab_size)
-    for index, word in enumerate(params.bad_words_token_ids or ()):
-        _check_known(f"bad_words_token_ids[{index}]", word, vocab_size)
-    if params.eos_token_id is not None and params.eos_token_id >= vocab_size:
-        raise _refuse("eos_token_id", _not_in_vocabulary(params.eos_token_id, vocab_size))
-    ids = params.prompt_logprob_token_ids
-    if ids is not None and int(ids.max()) >= vocab_size:
-        raise _refuse("prompt_logprob_token_ids", _not_in_vocabulary(int(ids.max()), vocab_size))
-    for name in ("logprobs", "prompt_logprobs"):
-        if (getattr(params, name) or 0) > vocab_size:
-            raise _refuse(name, f"must be at most the vocabulary's {vocab_size} tokens")
-
-
-def _check_known(name: str, token_ids: Collection[int] | None, vocab_size: int) -> None:
-    if token_ids is not None and len(token_ids) and max(token_ids) >= vocab_size:
-        raise _refuse(name, _not_in_vocabulary(max(token_ids), vocab_size))
+        raise refuse_here("pooling_params.late_chunking_params", "needs an engine of 0.33")
