@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
 from tests.client.scripted import NEVER, Answer, Failure, scripted_engines
+from tests.recorded import recording
 from trio.testing import assert_checkpoints
 
 from trio_vllm._errors import (
@@ -25,8 +24,6 @@ from trio_vllm.client._utility_rules import KvCacheGroup
 from trio_vllm.protocol import LoRARequest
 
 Call = Callable[[EngineCoreClient], Awaitable[Any]]
-
-VECTORS = Path(__file__).parents[1] / "vectors"
 
 ADAPTER = LoRARequest(lora_name="ad-one", lora_int_id=1, lora_path="lora-adapter")
 GROUP = {"group_idx": 0, "kind": "full_attention", "block_size": 16, "sliding_window": None}
@@ -461,11 +458,10 @@ async def test_argument_without_wire_form(autojump_clock: trio.testing.MockClock
 
 async def test_adapter_as_a_real_engine_took_it(autojump_clock: trio.testing.MockClock) -> None:
     """The recorded call has three elements; ours has the same, and the defaults written out."""
-    messages = json.loads((VECTORS / "lora_lifecycle.json").read_text())["messages"]
     (recorded,) = (
-        message["decoded"][3]
-        for message in messages
-        if message["socket"] == "input[0]" and "add_lora" in message["decoded"]
+        message.decoded[3]
+        for message in recording("lora_lifecycle").messages
+        if message.channel == "input" and "add_lora" in message.decoded
     )
     async with scripted_engines({"add_lora": True}, ["0.32.0"]) as (client, engines):
         await client.add_lora(ADAPTER)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.recorded import recording
 
 from trio_vllm.protocol import (
     EngineCoreReadyResponse,
@@ -20,8 +19,6 @@ from trio_vllm.protocol import (
     encode_ready_response,
     encode_report,
 )
-
-VECTORS = Path(__file__).parents[1] / "vectors"
 
 HELLO = encode_report(HandshakeReport(status=HandshakeStatus.HELLO))
 READY = encode_report(HandshakeReport(status=HandshakeStatus.READY))
@@ -56,18 +53,22 @@ def registration(engine_index: int) -> list[bytes]:
     return frames(engine_index, encode_ready_response(response(engine_index)))
 
 
+def state(startup: FrontendStartup) -> tuple[Phase | None, int]:
+    return startup.phase, startup.steps_missing
+
+
 def test_one_engine_as_it_should_be() -> None:
     startup = FrontendStartup([0])
-    assert (Phase.HELLO, 3) == (startup.phase, startup.steps_missing)
+    assert (Phase.HELLO, 3) == state(startup)
 
     assert EngineId.of(0) == startup.receive_report(frames(0, HELLO))
-    assert (Phase.READY, 2) == (startup.phase, startup.steps_missing)
+    assert (Phase.READY, 2) == state(startup)
 
     assert 0 == startup.receive_registration(registration(0))
-    assert Phase.READY is startup.phase
+    assert (Phase.READY, 1) == state(startup)
 
     assert startup.receive_report(frames(0, READY)) is None
-    assert (None, 0) == (startup.phase, startup.steps_missing)
+    assert (None, 0) == state(startup)
     assert {0: response(0)} == startup.ready_responses
     assert [] == startup.notes
 
@@ -86,18 +87,17 @@ def test_ready_may_be_seen_before_the_registration() -> None:
 @pytest.mark.parametrize("name", ["engine_handshake_dp1", "dp2_handshake", "moe2_handshake"])
 def test_recorded_engines(name: str) -> None:
     """What real engines sent brings the startup to its end, in the recorded order."""
-    recorded = json.loads((VECTORS / f"{name}.json").read_text())
-    startup = FrontendStartup(range(recorded["setup"]["engines"]))
+    startup = FrontendStartup(range(1 if name == "engine_handshake_dp1" else 2))
 
-    for message in recorded["messages"]:
+    for message in recording(name).messages:
         assert startup.phase is not None
-        if message["to"] != "frontend" or "identity_hex" not in message:
+        if message.receiver != "frontend" or message.channel not in {"handshake", "input"}:
             continue
-        received = [bytes.fromhex(message["identity_hex"])]
-        received += [bytes.fromhex(frame) for frame in message["frames_hex"]]
-        if message["socket"] == "handshake":
+        index = int(message.sender.removeprefix("engine"))
+        received: list[bytes] = [EngineId.of(index), *message.frames]
+        if message.channel == "handshake":
             startup.receive_report(received)
-        elif message["socket"] == "input[0]":
+        else:
             startup.receive_registration(received)
 
     assert (None, []) == (startup.phase, startup.notes)
@@ -186,6 +186,65 @@ def test_lost_engine_starts_over() -> None:
     assert ["engine 0 was lost during startup"] == startup.notes
     assert EngineId.of(0) == startup.receive_report(frames(0, HELLO))
 
+
+# The coordinator's gate --------------------------------------------------------------------------
+
+
+def gated_startup(count: int) -> FrontendStartup:
+    """Up to the gate."""
+    startup = FrontendStartup(range(count), coordinator=True)
+    for index in range(count):
+        startup.receive_report(frames(index, HELLO))
+    return startup
+
+
+def test_gate_opens_when_all_have_subscribed() -> None:
+    startup = gated_startup(2)
+    assert (Phase.SUBSCRIPTION, 6) == state(startup)
+    assert [0, 1] == startup.missing(Phase.SUBSCRIPTION)
+
+    assert not startup.receive_subscription([b"\x01"])
+    startup.receive_registration(registration(1))
+    assert [0] == startup.missing(Phase.SUBSCRIPTION)
+
+    startup.receive_registration(registration(0))
+    # One of them has not subscribed; it is not known which.
+    assert [0, 1] == startup.missing(Phase.SUBSCRIPTION)
+
+    assert startup.receive_subscription([b"\x01"])
+    assert (Phase.READY, 2) == state(startup)
+
+
+def test_gate_opens_again_for_who_comes_late() -> None:
+    startup = gated_startup(1)
+    assert startup.receive_subscription([b"\x01"])
+
+    assert startup.receive_subscription([b"\x01"])
+
+    assert 2 == startup.steps_missing
+
+
+def test_engine_that_is_lost_before_the_gate_opens() -> None:
+    startup = gated_startup(2)
+    startup.receive_subscription([b"\x01"])
+    startup.receive_registration(registration(0))
+    startup.lose(0)
+    startup.receive_report(frames(0, HELLO))
+
+    assert not startup.receive_subscription([b"\x01"])
+    assert startup.receive_subscription([b"\x01"])
+
+
+@pytest.mark.parametrize("message", [[b"\x00"], [b"\x01", b""], [b"\x01topic"], []])
+def test_other_messages_open_no_gate(message: list[bytes]) -> None:
+    startup = gated_startup(1)
+
+    assert not startup.receive_subscription(message)
+
+    assert Phase.SUBSCRIPTION is startup.phase
+
+
+# What should not be there -----------------------------------------------------------------------
 
 UNEXPECTED = {
     "garbled HELLO": (frames(0, b"\xc1"), "engine 0 sent garbage: cannot decode"),

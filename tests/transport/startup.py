@@ -13,6 +13,7 @@ import trio
 import trio.lowlevel
 
 from trio_vllm.protocol import (
+    SUBSCRIBE,
     EngineAddresses,
     EngineCoreReadyResponse,
     EngineId,
@@ -33,9 +34,9 @@ TICK = 0.3
 """Seconds until a startup gives up that must give up."""
 
 
-def ready_response(engine_index: int = 0) -> EngineCoreReadyResponse:
+def ready_response(engine_index: int = 0, **changes: Any) -> EngineCoreReadyResponse:
     """What an engine tells of itself."""
-    return EngineCoreReadyResponse(
+    response = EngineCoreReadyResponse(
         max_model_len=512,
         num_gpu_blocks=100,
         block_size=16,
@@ -53,6 +54,7 @@ def ready_response(engine_index: int = 0) -> EngineCoreReadyResponse:
         supports_lora=False,
         max_loras=0,
     )
+    return attrs.evolve(response, **changes)
 
 
 def free_port() -> int:
@@ -72,6 +74,8 @@ class RawEngine:
         self.handshake = context.socket(SocketType.DEALER, identity=self.engine_id, linger=1)
         self.input = context.socket(SocketType.DEALER, identity=self.engine_id, linger=1)
         self.output = context.socket(SocketType.PUSH, linger=1)
+        self.broadcasts = context.socket(SocketType.XSUB, identity=self.engine_id)
+        self.notices = context.socket(SocketType.PUSH, linger=1)
 
     def say(self, *payload: bytes) -> None:
         """Send something on the handshake socket."""
@@ -101,6 +105,14 @@ class RawEngine:
         self.input.connect(addresses.inputs[0])
         self.output.connect(addresses.outputs[0])
 
+    def subscribe(self, addresses: EngineAddresses) -> None:
+        """Connect to the coordinator, and subscribe to what it says."""
+        assert addresses.coordinator_input is not None
+        assert addresses.coordinator_output is not None
+        self.broadcasts.connect(addresses.coordinator_input)
+        self.broadcasts.send_nowait([SUBSCRIBE])
+        self.notices.connect(addresses.coordinator_output)
+
     def say_ready(self) -> None:
         """Say READY and leave the handshake."""
         self.say(READY)
@@ -108,7 +120,7 @@ class RawEngine:
 
     def die(self) -> None:
         """Close all connections."""
-        for socket in (self.handshake, self.input, self.output):
+        for socket in (self.handshake, self.input, self.output, self.broadcasts, self.notices):
             socket.close()
 
     async def start(self) -> RawEngine:

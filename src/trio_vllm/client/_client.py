@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+import attrs
 import trio
 
 from trio_vllm._background import running
@@ -39,6 +40,7 @@ from trio_vllm.client._utilities import UtilityMethods
 from trio_vllm.client._utility_caller import UTILITY_TIMEOUT
 from trio_vllm.client._utility_calls import UtilityCalls
 from trio_vllm.client._utility_rules import check_utility_call
+from trio_vllm.client._waves import WaveFollower, WaveLeader, WaveTracker
 from trio_vllm.protocol import (
     Balancer,
     EngineCoreRequest,
@@ -50,12 +52,22 @@ from trio_vllm.protocol import (
     encode_utility,
     resolve_request,
 )
-from trio_vllm.transport import Bootstrapped, EngineLinks, HandshakeOwner, open_frontend
+from trio_vllm.transport import (
+    Bootstrapped,
+    EngineLinks,
+    FollowerLinks,
+    HandshakeOwner,
+    LeaderLinks,
+    open_frontend,
+)
 
 _log = logging.getLogger("trio_vllm.client")
 
 BATCH = 16
 """Messages handled between two checkpoints: a message of 1,000 outputs takes about 1 ms."""
+
+START_WAVE_RELEASE = (0, 33)
+"""From here on idle engines themselves tell a coordinator of the requests that they get."""
 
 
 class EngineCoreClient(UtilityMethods):
@@ -89,13 +101,33 @@ class EngineCoreClient(UtilityMethods):
         self._dispatcher = Dispatcher(
             self._inflight, self._utility_calls, self._balancer, self._lives
         )
+        self._waves = self._track_waves()
         self._failure: EngineCoreError | None = None
         self._failed = trio.Event()
+
+    def _track_waves(self) -> WaveTracker | None:
+        """Lead or follow the engines' waves, if there is a coordinator."""
+        is_lockstep = self.fleet.data_parallel_size > 1
+        match self._links.coordination:
+            case LeaderLinks() as links:
+                return WaveLeader(links, is_lockstep=is_lockstep, on_failure=self._fail)
+            case FollowerLinks() as links:
+                return WaveFollower(
+                    links,
+                    is_lockstep=is_lockstep,
+                    must_notify=self._is_older_than(START_WAVE_RELEASE),
+                    on_failure=self._fail,
+                )
+            case None:
+                return None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run the tasks of this client while the block runs, then close it; for `open_client`."""
-        async with running(self._pump_outputs, self._outbox.run, self._watch_lives):
+        pumps = [self._pump_outputs, self._outbox.run, self._watch_lives]
+        if self._waves is not None:
+            pumps.append(self._waves.run)
+        async with running(*pumps):
             try:
                 yield
             finally:
@@ -223,6 +255,8 @@ class EngineCoreClient(UtilityMethods):
         if request_id in self._inflight:
             raise DuplicateRequestIdError(request_id)
         request = resolve_request(request, self._client_index, self._backend)
+        if self._waves is not None:
+            request = attrs.evolve(request, current_wave=self._waves.current_wave)
         check_request(request, self._limits)
         message = encode_add(request)
         if self._outbox:
@@ -231,6 +265,8 @@ class EngineCoreClient(UtilityMethods):
         while not self._outbox.send(engine_index, message):
             self.raise_if_failed()
             engine_index = self._balancer.choose(request_id, request.data_parallel_rank)
+        if self._waves is not None:
+            self._waves.send_request(engine_index)
         sink.engine_index = engine_index
         self._inflight.add(sink)
         self._balancer.admit(engine_index)
@@ -350,7 +386,7 @@ async def open_client(
       structured_outputs_backend: For requests that name none.
 
     Raises:
-      ConfigurationError: An address is unusable.
+      ConfigurationError: An address is unusable, or the engines need a coordinator.
       StartupError: Engines are missing after the mode's timeout; tells which, and in which phase.
       InternalError: A bug of this package, never a peer's doing.
 

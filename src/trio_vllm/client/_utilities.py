@@ -116,8 +116,7 @@ class UtilityMethods(WeightMethods):
           timeout: Seconds to wait for the last engine. Afterwards the pause may still come.
         """
         args = (PauseMode(mode).value, clear_cache)
-        release = self._oldest_release()
-        if release is not None and release < REFUSING_PAUSE:
+        if self._is_older_than(REFUSING_PAUSE):
             await self.call_utility("pause_scheduler", *args, timeout=timeout)
             return
         deadline = trio.current_time() + timeout
@@ -232,8 +231,7 @@ class UtilityMethods(WeightMethods):
             raise UtilityRefusedError("profile", "the profiler runs already: stop it first")
         args: list[Any] = [True, prefix, delay_iterations, max_iterations]
         if profiler_kwargs is not None:
-            release = self._oldest_release()
-            if release is not None and release < REFUSING_PAUSE:
+            if self._is_older_than(REFUSING_PAUSE):
                 raise UtilityRefusedError("profile", "these engines take no profiler_kwargs")
             args.append(dict(profiler_kwargs))
         self._is_profiling = True
@@ -265,9 +263,11 @@ class UtilityMethods(WeightMethods):
     async def _agreed_boolean(self, method: str, timeout: float) -> bool:
         return agreed(method, await self._call(method, result=BOOLEAN, timeout=timeout))
 
-    def _oldest_release(self) -> tuple[int, int] | None:
+    def _is_older_than(self, release: tuple[int, int]) -> bool:
+        """Whether an engine is known to lack what came with a release of vLLM."""
         responses = self.fleet.ready_responses.values()
-        return oldest_release([response.vllm_version for response in responses])
+        oldest = oldest_release([response.vllm_version for response in responses])
+        return oldest is not None and oldest < release
 
 
 def _lacks_method(error: UtilityCallFailedError) -> bool:

@@ -97,6 +97,7 @@ from ._stats import (
 )
 from ._utility import UtilityOutput, UtilityRequest
 from ._validation import RequestLimits, check_request
+from ._wave import Waves, decode_coordinator_notice, encode_first_request_notice
 
 __all__ = [
     "COORDINATOR_READY",
@@ -166,8 +167,10 @@ __all__ = [
     "UtilityCallOutput",
     "UtilityOutput",
     "UtilityRequest",
+    "Waves",
     "check_request",
     "decode_coordinator_broadcast",
+    "decode_coordinator_notice",
     "decode_coordinator_stats",
     "decode_engine_message",
     "decode_init",
@@ -177,6 +180,7 @@ __all__ = [
     "encode_abort",
     "encode_add",
     "encode_coordinator_stats",
+    "encode_first_request_notice",
     "encode_init",
     "encode_outputs",
     "encode_ready_response",

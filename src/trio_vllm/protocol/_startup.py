@@ -1,11 +1,13 @@
 """The startup of the frontend side: who said HELLO, READY, registered, and what to answer.
 
-Theory of operation. An engine goes through HELLO (answered with INIT), an optional gate at the
-coordinator, registration on the input socket and READY on the handshake socket. The last two come
-over different connections, so either may be first. Everything unexpected (a stranger's id, garbage,
-a message out of turn) is noted and left unanswered: the expected engines may still come. A second
-HELLO of an engine that is not READY is a restart, it gets its INIT again; so does an engine that
-was lost and starts over.
+Theory of operation. An engine goes through HELLO (answered with INIT), registration on the input
+socket and READY on the handshake socket. The last two come over different connections, so either
+may be first. If we are its coordinator, it also subscribes to our broadcasts before it registers,
+and is not READY before all engines have subscribed and we have opened the gate.
+
+Everything unexpected (a stranger's id, garbage, a message out of turn) is noted and left
+unanswered: the expected engines may still come. A second HELLO of an engine that is not READY is a
+restart, it gets its INIT again; so does an engine that was lost and starts over.
 
 Mirrors upstream ``vllm/v1/engine/utils.py::wait_for_engine_startup`` and
 ``engine-core-client/src/transport.rs``.
@@ -19,6 +21,7 @@ from collections.abc import Iterable
 import attrs
 
 from trio_vllm._errors import DecodeError
+from trio_vllm.protocol._coordination import SUBSCRIBE
 from trio_vllm.protocol._forms import Frames
 from trio_vllm.protocol._handshake import (
     EngineCoreReadyResponse,
@@ -37,6 +40,7 @@ class Phase(enum.Enum):
     """What the startup waits for; the value is for messages."""
 
     HELLO = "HELLO"
+    SUBSCRIPTION = "subscription at the coordinator"
     READY = "READY"
     REGISTRATION = "registration"
 
@@ -51,6 +55,9 @@ class _Progress:
         match phase:
             case Phase.HELLO:
                 return self.hello
+            case Phase.SUBSCRIPTION:
+                # It does not say who it is, but registers next.
+                return self.response is not None
             case Phase.READY:
                 return self.ready is not None
             case Phase.REGISTRATION:
@@ -61,12 +68,18 @@ class FrontendStartup:
     """Follows the startup of the expected engines from the messages they send.
 
     ``handshake=False`` is for a frontend whose supervisor does the handshake: only registrations
-    are waited for.
+    are waited for. ``coordinator`` says whether we are the engines' coordinator too.
     """
 
-    def __init__(self, engine_indices: Iterable[int], *, handshake: bool = True) -> None:
+    def __init__(
+        self, engine_indices: Iterable[int], *, handshake: bool = True, coordinator: bool = False
+    ) -> None:
         self._progress = {index: _Progress() for index in engine_indices}
-        self._phases = tuple(Phase) if handshake else (Phase.REGISTRATION,)
+        phases = set(Phase) if handshake else {Phase.REGISTRATION}
+        if not coordinator:
+            phases.discard(Phase.SUBSCRIPTION)
+        self._phases = tuple(phase for phase in Phase if phase in phases)
+        self._subscriptions = 0
         self.notes: list[str] = []
         """What was seen and should not have been, in words."""
 
@@ -76,13 +89,23 @@ class FrontendStartup:
         return next((phase for phase in self._phases if self.missing(phase)), None)
 
     def missing(self, phase: Phase) -> list[int]:
-        """The engines that have not reached ``phase``."""
-        return [i for i, progress in self._progress.items() if not progress.reached(phase)]
+        """The engines that have not reached ``phase``; all, if it is not known which."""
+        if phase is Phase.SUBSCRIPTION and not self._subscriptions_missing:
+            return []
+        missing = [i for i, progress in self._progress.items() if not progress.reached(phase)]
+        return missing or (list(self._progress) if phase is Phase.SUBSCRIPTION else [])
+
+    @property
+    def _subscriptions_missing(self) -> int:
+        return max(len(self._progress) - self._subscriptions, 0)
 
     @property
     def steps_missing(self) -> int:
         """How many messages are still needed, of all engines together."""
-        return sum(len(self.missing(phase)) for phase in self._phases)
+        return sum(
+            self._subscriptions_missing if phase is Phase.SUBSCRIPTION else len(self.missing(phase))
+            for phase in self._phases
+        )
 
     @property
     def ready_responses(self) -> dict[int, EngineCoreReadyResponse]:
@@ -116,6 +139,17 @@ class FrontendStartup:
         progress.hello = True
         return engine_id
 
+    def receive_subscription(self, frames: Frames) -> bool:
+        """Take a message of the engines on the coordinator's socket; whether to open the gate.
+
+        The gate is opened again for each engine that comes late, after a restart for example: the
+        others ignore it.
+        """
+        if frames != [SUBSCRIBE]:
+            return False
+        self._subscriptions += 1
+        return not self._subscriptions_missing
+
     def receive_registration(self, frames: Frames) -> int | None:
         """Take a message of the input socket; gives the index of an engine that registered."""
         found = self._find(frames, "input")
@@ -142,6 +176,8 @@ class FrontendStartup:
         """The connection of an engine that had registered broke: it has to start over."""
         self.note(f"engine {engine_index} was lost during startup")
         self._progress[engine_index] = _Progress()
+        # It had subscribed before it registered.
+        self._subscriptions = max(self._subscriptions - 1, 0)
 
     def _find(self, frames: Frames, socket: str) -> tuple[EngineId, _Progress] | None:
         """Who sent a message, and how far it has come; None for a stranger."""

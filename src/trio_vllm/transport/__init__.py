@@ -7,18 +7,25 @@ from trio_vllm.transport._engine import (
     FrontendLoss,
     join_frontend,
 )
-from trio_vllm.transport._frontend import EngineLinks, open_frontend
+from trio_vllm.transport._frontend import (
+    EngineLinks,
+    FollowerLinks,
+    LeaderLinks,
+    open_frontend,
+)
 from trio_vllm.transport._modes import Bootstrapped, HandshakeOwner
 
 __all__ = [
     "Bootstrapped",
     "CoordinatorLinks",
     "EngineLinks",
+    "FollowerLinks",
     "FrameReceiver",
     "FrameSender",
     "FrontendLinks",
     "FrontendLoss",
     "HandshakeOwner",
+    "LeaderLinks",
     "join_frontend",
     "open_frontend",
 ]

@@ -14,7 +14,9 @@ import attrs
 import trio
 import zmq
 
+from trio_vllm._errors import ConfigurationError
 from trio_vllm.protocol import (
+    SUBSCRIBE,
     EngineAddresses,
     EngineCoreReadyResponse,
     HandshakeInit,
@@ -23,7 +25,7 @@ from trio_vllm.protocol import (
 from trio_vllm.transport._channels import FrameReceiver, FrameSender
 from trio_vllm.transport._connections import EngineConnections
 from trio_vllm.transport._context import SocketType, ZmqContext, open_context
-from trio_vllm.transport._frontend_startup import StartupRun
+from trio_vllm.transport._frontend_startup import Handshake, StartupRun
 from trio_vllm.transport._modes import Bootstrapped, HandshakeOwner
 from trio_vllm.transport._socket import ZmqSocket
 
@@ -44,6 +46,24 @@ KEEPALIVE: dict[int, int | bytes] = {
 
 
 @attrs.frozen
+class LeaderLinks:
+    """What the coordinator in our process needs of the engines."""
+
+    broadcasts: FrameSender
+    subscriptions: FrameReceiver
+    """Tells of engines whose connection to the broadcasts is new."""
+    notices: FrameReceiver
+
+
+@attrs.frozen
+class FollowerLinks:
+    """What there is to know of a coordinator in another process."""
+
+    publications: FrameReceiver
+    notices: FrameSender
+
+
+@attrs.frozen
 class EngineLinks:
     """What a client needs of its connected engines."""
 
@@ -57,6 +77,7 @@ class EngineLinks:
     """Messages of all engines."""
     losses: trio.abc.ReceiveChannel[int]
     """The index of each engine whose connection breaks."""
+    coordination: LeaderLinks | FollowerLinks | None = None
 
 
 @asynccontextmanager
@@ -64,7 +85,8 @@ async def open_frontend(mode: HandshakeOwner | Bootstrapped) -> AsyncIterator[En
     """Bind, wait for the engines to start, and give the channels to them.
 
     Raises:
-      ConfigurationError: An address is unusable; `AddressInUseError` if somebody else has it.
+      ConfigurationError: An address is unusable; `AddressInUseError` if somebody else has it. Or
+        the engines run in lockstep, and there is no coordinator.
       StartupError: An expected engine has not come as far as it must in ``ready_timeout`` seconds.
     """
     async with open_context(io_threads=2) as context:
@@ -73,7 +95,22 @@ async def open_frontend(mode: HandshakeOwner | Bootstrapped) -> AsyncIterator[En
         connections = EngineConnections(context.open_monitor(requests))
         outputs = context.socket(SocketType.PULL)
         outputs.set_options(KEEPALIVE)
-        handshake = _bind(mode, context, requests, outputs)
+        handshake: Handshake | None = None
+        coordination: LeaderLinks | FollowerLinks | None = None
+        if isinstance(mode, HandshakeOwner):
+            addresses = _bind(mode, requests, outputs)
+            broadcasts: ZmqSocket | None = None
+            if mode.coordinator:
+                broadcasts, notices = (
+                    context.socket(SocketType.XPUB),
+                    context.socket(SocketType.PULL),
+                )
+                addresses = _bind_coordinator(mode, addresses, broadcasts, notices)
+                coordination = LeaderLinks(broadcasts, broadcasts, notices)
+            handshake = _bind_handshake(mode, context, addresses, broadcasts)
+        else:
+            requests.bind(mode.input_address, listener=mode.input_listener)
+            outputs.bind(mode.output_address, listener=mode.output_listener)
         run = StartupRun(
             mode.engine_indices,
             timeout=mode.ready_timeout,
@@ -83,33 +120,80 @@ async def open_frontend(mode: HandshakeOwner | Bootstrapped) -> AsyncIterator[En
         )
         responses = await run.wait()
         if handshake is not None:
-            handshake[0].close()
-        yield EngineLinks(
-            requests.address, outputs.address, responses, requests, outputs, connections
+            handshake.socket.close()
+        if isinstance(mode, Bootstrapped):
+            coordination = _follow(mode, context, responses)
+        elif coordination is None:
+            _check_need_of_coordinator(mode, responses)
+        links = (requests.address, outputs.address, responses, requests, outputs, connections)
+        yield EngineLinks(*links, coordination)
+
+
+def _bind(mode: HandshakeOwner, requests: ZmqSocket, outputs: ZmqSocket) -> EngineAddresses:
+    """Bind the two sockets that every frontend has."""
+    return EngineAddresses(
+        inputs=[requests.bind(mode.input_address or _any_port(mode.host))],
+        outputs=[outputs.bind(mode.output_address or _any_port(mode.host))],
+    )
+
+
+def _bind_coordinator(
+    mode: HandshakeOwner, addresses: EngineAddresses, broadcasts: ZmqSocket, notices: ZmqSocket
+) -> EngineAddresses:
+    """Bind the coordinator's sockets, and add their addresses."""
+    for socket in (broadcasts, notices):
+        socket.set_options(KEEPALIVE)
+    return attrs.evolve(
+        addresses,
+        coordinator_input=broadcasts.bind(_any_port(mode.host)),
+        coordinator_output=notices.bind(_any_port(mode.host)),
+    )
+
+
+def _bind_handshake(
+    mode: HandshakeOwner,
+    context: ZmqContext,
+    addresses: EngineAddresses,
+    broadcasts: ZmqSocket | None,
+) -> Handshake:
+    """Bind what engines dial; the last, for then they come."""
+    socket = context.socket(SocketType.ROUTER)
+    socket.set_options(KEEPALIVE)
+    connections = EngineConnections(context.open_monitor(socket))
+    init = HandshakeInit(addresses=addresses, parallel_config=dict(mode.parallel_config))
+    encoded = encode_init(init)
+    socket.bind(mode.handshake_address)
+    return Handshake(socket, connections, encoded, broadcasts)
+
+
+def _follow(
+    mode: Bootstrapped, context: ZmqContext, responses: Mapping[int, EngineCoreReadyResponse]
+) -> FollowerLinks | None:
+    """Subscribe to the coordinator's publications, if there is one."""
+    told = (response.dp_stats_address for response in responses.values())
+    address = next((address for address in told if address is not None), mode.coordinator_address)
+    if address is None:
+        return None
+    socket = context.socket(SocketType.XSUB)
+    socket.set_options(KEEPALIVE)
+    socket.connect(address)
+    socket.send_nowait([SUBSCRIBE])
+    return FollowerLinks(socket, socket)
+
+
+def _check_need_of_coordinator(
+    mode: HandshakeOwner, responses: Mapping[int, EngineCoreReadyResponse]
+) -> None:
+    in_lockstep = any(response.data_parallel_size > 1 for response in responses.values())
+    if in_lockstep and mode.engine_count > 1:
+        raise ConfigurationError(
+            "these engines run in lockstep, so that one would wait for the others for ever:"
+            " HandshakeOwner needs coordinator=True"
         )
 
 
-def _bind(
-    mode: HandshakeOwner | Bootstrapped,
-    context: ZmqContext,
-    requests: ZmqSocket,
-    outputs: ZmqSocket,
-) -> tuple[ZmqSocket, EngineConnections, bytes] | None:
-    """Bind what belongs to us; give what `StartupRun` must know of the handshake, if it is ours."""
-    if isinstance(mode, Bootstrapped):
-        requests.bind(mode.input_address, listener=mode.input_listener)
-        outputs.bind(mode.output_address, listener=mode.output_listener)
-        return None
-    any_port = f"tcp://{_bracketed(mode.host)}:0"
-    addresses = EngineAddresses(
-        inputs=[requests.bind(mode.input_address or any_port)],
-        outputs=[outputs.bind(mode.output_address or any_port)],
-    )
-    handshake = context.socket(SocketType.ROUTER)
-    handshake.set_options(KEEPALIVE)
-    connections = EngineConnections(context.open_monitor(handshake))
-    handshake.bind(mode.handshake_address)
-    return handshake, connections, encode_init(HandshakeInit(addresses=addresses))
+def _any_port(host: str) -> str:
+    return f"tcp://[{host}]:0" if ":" in host and not host.startswith("[") else f"tcp://{host}:0"
 
 
 def _heartbeats(timeout: float) -> dict[int, int | bytes]:
@@ -118,7 +202,3 @@ def _heartbeats(timeout: float) -> dict[int, int | bytes]:
         return {}
     half = max(round(timeout * 500), 1)  # milliseconds: of sending one, and of waiting for it
     return {zmq.HEARTBEAT_IVL: half, zmq.HEARTBEAT_TIMEOUT: half}
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host

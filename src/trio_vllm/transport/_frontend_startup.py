@@ -11,11 +11,17 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 
+import attrs
 import trio
 
 from trio_vllm._background import running
 from trio_vllm._errors import PeerGoneError, StartupError
-from trio_vllm.protocol import EngineCoreReadyResponse, FrontendStartup, Phase
+from trio_vllm.protocol import (
+    COORDINATOR_READY,
+    EngineCoreReadyResponse,
+    FrontendStartup,
+    Phase,
+)
 from trio_vllm.transport._connections import EngineConnections
 from trio_vllm.transport._socket import ZmqSocket
 
@@ -24,6 +30,19 @@ _log = logging.getLogger("trio_vllm.transport")
 SETTLING_TIME = 0.1
 """Seconds from the end of a handshake connection until an engine counts as gone: its READY, sent
 just before, may not have been read yet."""
+
+
+@attrs.frozen
+class Handshake:
+    """What belongs to a frontend that does the handshake."""
+
+    socket: ZmqSocket
+    connections: EngineConnections
+    """Those of ``socket``."""
+    init: bytes
+    """The answer to each HELLO."""
+    broadcasts: ZmqSocket | None
+    """Where engines subscribe, if we are their coordinator."""
 
 
 class StartupRun:
@@ -36,7 +55,7 @@ class StartupRun:
         timeout: float,
         requests: ZmqSocket,
         connections: EngineConnections,
-        handshake: tuple[ZmqSocket, EngineConnections, bytes] | None = None,
+        handshake: Handshake | None = None,
     ) -> None:
         """
         Args:
@@ -44,10 +63,13 @@ class StartupRun:
           timeout: Seconds that the next message which brings the startup forward may take.
           requests: Where engines register.
           connections: Those of ``requests``.
-          handshake: The handshake socket, its connections and the answer to each HELLO; None if
-            somebody else does the handshake.
+          handshake: None if somebody else does the handshake.
         """
-        self._machine = FrontendStartup(engine_indices, handshake=handshake is not None)
+        self._machine = FrontendStartup(
+            engine_indices,
+            handshake=handshake is not None,
+            coordinator=handshake is not None and handshake.broadcasts is not None,
+        )
         self._timeout = timeout
         self._requests = requests
         self._connections = connections
@@ -66,6 +88,8 @@ class StartupRun:
         pumps: list[Callable[[], Awaitable[None]]] = [self._take_registrations, self._take_losses]
         if self._handshake is not None:
             pumps += [self._take_reports, self._watch_handshakes]
+            if self._handshake.broadcasts is not None:
+                pumps += [self._take_subscriptions]
         self._look()
         await trio.lowlevel.checkpoint()
         with self._patience:
@@ -81,7 +105,7 @@ class StartupRun:
         notes = list(self._machine.notes)
         sockets = {"input": self._connections}
         if self._handshake is not None:
-            sockets = {"handshake": self._handshake[1], **sockets}
+            sockets = {"handshake": self._handshake.connections, **sockets}
         for name, connections in sockets.items():
             if silent := connections.silent_count:
                 notes.append(
@@ -98,7 +122,7 @@ class StartupRun:
     async def _take_reports(self) -> None:
         """Task: read the handshake socket and answer, for ever."""
         assert self._handshake is not None
-        handshake, connections, init = self._handshake
+        handshake, connections = self._handshake.socket, self._handshake.connections
         while True:
             frames, descriptor = await handshake.receive_with_descriptor()
             engine_id = self._machine.receive_report(frames)
@@ -108,13 +132,13 @@ class StartupRun:
                 connections.watch(engine_id.engine_index, descriptor)
                 # An engine that left in the meantime is news of the connections.
                 with suppress(PeerGoneError):
-                    handshake.send_nowait([engine_id, init])
+                    handshake.send_nowait([engine_id, self._handshake.init])
             self._look()
 
     async def _watch_handshakes(self) -> None:
         """Task: note which engines leave before they are ready, for ever."""
         assert self._handshake is not None
-        _, connections, _ = self._handshake
+        connections = self._handshake.connections
 
         async def note_departure(engine_index: int) -> None:
             await trio.sleep(SETTLING_TIME)
@@ -124,6 +148,16 @@ class StartupRun:
         async with trio.open_nursery() as nursery:
             async for engine_index in connections:
                 nursery.start_soon(note_departure, engine_index)
+
+    async def _take_subscriptions(self) -> None:
+        """Task: open the gate once all engines wait there, for ever."""
+        assert self._handshake is not None
+        assert self._handshake.broadcasts is not None
+        broadcasts = self._handshake.broadcasts
+        while True:
+            if self._machine.receive_subscription(await broadcasts.receive()):
+                broadcasts.send_nowait([COORDINATOR_READY])
+            self._look()
 
     async def _take_registrations(self) -> None:
         """Task: read the input socket, for ever."""

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import attrs
 
 from trio_vllm._errors import ConfigurationError
-from trio_vllm.protocol import MAX_ENGINES
+from trio_vllm.protocol import (
+    MAX_ENGINES,
+    EngineAddresses,
+    FormError,
+    HandshakeInit,
+    encode_init,
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -23,6 +31,12 @@ class HandshakeOwner:
     input_address: str | None = None
     output_address: str | None = None
     """Where to bind for requests and outputs, instead of any port of ``host``; ``ipc://`` maybe."""
+    coordinator: bool = False
+    """Whether to lead the engines through their waves. Engines that run in lockstep, as those of
+    mixture-of-experts models do, need it."""
+    parallel_config: Mapping[str, int | str | list[int]] = attrs.field(factory=dict)
+    """Settings that the engines take over from us. Needed if engines in lockstep are started by
+    several commands: they must meet somewhere, see `HandshakeInit`."""
     ready_timeout: float = 600.0
     """Seconds that the next message of the startup may take; loading weights counts."""
     heartbeat_timeout: float = math.inf
@@ -36,6 +50,7 @@ class HandshakeOwner:
 
     def __attrs_post_init__(self) -> None:
         _check_engines(0, self.engine_count, MAX_ENGINES)
+        _check_settings(self.parallel_config)
         _check_seconds("ready_timeout", self.ready_timeout)
         _check_seconds("heartbeat_timeout", self.heartbeat_timeout)
 
@@ -61,6 +76,8 @@ class Bootstrapped:
     engine_count: int = 1
     data_parallel_size: int | None = None
     """Engines of the whole deployment, if this frontend has only some of them."""
+    coordinator_address: str | None = None
+    """Where the supervisor's coordinator publishes; an address that the engines tell comes first."""
     ready_timeout: float = 600.0
     """Seconds that the next registration may take."""
     heartbeat_timeout: float = math.inf
@@ -84,6 +101,14 @@ def _check_engines(start: int, count: int, limit: int) -> None:
             f"{count} engines from index {start} do not fit: there must be one at least, and the"
             f" indices must lie between 0 and {limit - 1}"
         )
+
+
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    addresses = EngineAddresses(inputs=[], outputs=[])
+    try:
+        encode_init(HandshakeInit(addresses=addresses, parallel_config=dict(settings)))
+    except FormError as error:
+        raise ConfigurationError(str(error)) from error
 
 
 def _check_seconds(name: str, seconds: float) -> None:

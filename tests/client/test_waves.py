@@ -1,0 +1,227 @@
+"""Leading engines through their waves, and following who leads them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import attrs
+import ormsgpack
+import pytest
+import trio
+from tests.client.scripted import ready_response
+from tests.client.world import make_request
+from tests.memory import MemoryReceiver, MemoryRouter, MemorySender, open_memory_connection
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from trio_vllm._errors import DecodeError
+from trio_vllm.client import EngineCoreClient, OutputStream
+from trio_vllm.protocol import (
+    COORDINATOR_READY,
+    SUBSCRIBE,
+    CoordinatorStats,
+    DpControlOutput,
+    EngineCoreRequest,
+    EngineId,
+    EngineLoad,
+    RequestBatchOutputs,
+    SchedulerStats,
+    StartDpWave,
+    decode_coordinator_broadcast,
+    decode_engine_message,
+    encode_coordinator_stats,
+    encode_outputs,
+)
+from trio_vllm.transport import EngineLinks, FollowerLinks, LeaderLinks
+
+
+@attrs.define
+class Lockstep:
+    """A client of two engines, and what goes to and fro between it and them."""
+
+    client: EngineCoreClient
+    inboxes: list[MemoryReceiver]
+    losses: trio.MemorySendChannel[int]
+    to_client: MemorySender
+    """Notices of engines, or publications of a coordinator."""
+    from_client: MemoryReceiver
+    """Broadcasts to engines, or notices to a coordinator."""
+    subscriptions: MemorySender
+
+    def submit(self, request_id: str, rank: int) -> EngineCoreRequest:
+        """Send a request; gives what the engine got."""
+        request = make_request(request_id, data_parallel_rank=rank)
+        self.client.submit(request, OutputStream(request_id))
+        assert 0 == request.current_wave  # the caller's is not changed
+        (frames,) = self.inboxes[rank].receive_batch_nowait(10)
+        message = decode_engine_message(frames)
+        assert isinstance(message, EngineCoreRequest)
+        return message
+
+    async def say(self, *frames: bytes | memoryview) -> None:
+        self.to_client.send_nowait(frames)
+        await wait_all_tasks_blocked()
+
+    async def notify(self, notice: DpControlOutput) -> None:
+        await self.say(*encode_outputs(notice))
+
+    async def publish(self, wave: int, *, running: bool) -> None:
+        loads = [EngineLoad(1, 2, 0.5), EngineLoad(0, 0)]
+        await self.say(*encode_coordinator_stats(CoordinatorStats(loads, wave, running)))
+
+    def sent(self) -> list[list[bytes]]:
+        try:
+            return self.from_client.receive_batch_nowait(100)
+        except trio.WouldBlock:
+            return []
+
+    def broadcasts(self) -> list[StartDpWave | None]:
+        return [decode_coordinator_broadcast(frames) for frames in self.sent()]
+
+
+@asynccontextmanager
+async def open_lockstep(
+    *, leads: bool, version: str = "0.33.0", data_parallel_size: int = 2
+) -> AsyncIterator[Lockstep]:
+    router = MemoryRouter()
+    _, outputs = open_memory_connection()
+    send_losses, losses = trio.open_memory_channel[int](math.inf)
+    to_client, client_receives = open_memory_connection()
+    client_sends, from_client = open_memory_connection()
+    subscribe, subscriptions = open_memory_connection()
+    responses = {
+        index: ready_response(index, vllm_version=version, data_parallel_size=data_parallel_size)
+        for index in range(2)
+    }
+    coordination: LeaderLinks | FollowerLinks = (
+        LeaderLinks(client_sends, subscriptions, client_receives)
+        if leads
+        else FollowerLinks(client_receives, client_sends)
+    )
+    client = EngineCoreClient(
+        EngineLinks("in", "out", responses, router, outputs, losses, coordination)
+    )
+    inboxes = [router.connect(EngineId.of(index)) for index in responses]
+    async with client.running():
+        await wait_all_tasks_blocked()
+        yield Lockstep(client, inboxes, send_losses, to_client, from_client, subscribe)
+
+
+async def test_leader_wakes_the_others(autojump_clock: MockClock) -> None:
+    """For each request to seemingly idle engines; not for those to running ones."""
+    async with open_lockstep(leads=True) as world:
+        assert 0 == world.submit("a", 1).current_wave
+        assert 0 == world.submit("b", 0).current_wave
+        assert [StartDpWave(0, 1), StartDpWave(0, 0)] == world.broadcasts()
+
+        await world.notify(DpControlOutput(engine_index=0, start_wave=0))
+        assert [StartDpWave(0, 0)] == world.broadcasts()
+        world.submit("c", 1)
+        assert [] == world.broadcasts()
+
+        await world.notify(DpControlOutput(engine_index=0, wave_complete=0))
+        assert [] == world.broadcasts()
+        assert 1 == world.submit("d", 1).current_wave
+        assert [StartDpWave(1, 1)] == world.broadcasts()
+
+
+async def test_leader_ignores_statistics(autojump_clock: MockClock) -> None:
+    async with open_lockstep(leads=True) as world:
+        statistics = RequestBatchOutputs(scheduler_stats=SchedulerStats(num_running_reqs=1))
+        await world.say(*encode_outputs(statistics))
+
+        assert [] == world.broadcasts()
+        assert world.client.is_healthy
+
+
+async def test_connection_of_an_engine_that_is_back(autojump_clock: MockClock) -> None:
+    """It hears of the gate, and of the wave that it may have missed."""
+    async with open_lockstep(leads=True) as world:
+        await world.notify(DpControlOutput(engine_index=1, start_wave=3))
+        world.sent()
+        for frames in ([b"\x00"], [SUBSCRIBE]):
+            world.subscriptions.send_nowait(frames)
+        await wait_all_tasks_blocked()
+
+        ready, wave = world.sent()
+        assert [COORDINATOR_READY] == ready
+        assert StartDpWave(3, None) == decode_coordinator_broadcast(wave)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"\xc1"],
+        [b"ENGINE_CORE_DEAD"],
+        encode_outputs(RequestBatchOutputs(finished_requests=["a"])),
+    ],
+    ids=["garbage", "farewell", "outputs"],
+)
+async def test_broken_coordination_fails_the_client(
+    autojump_clock: MockClock, frames: Sequence[bytes]
+) -> None:
+    async with open_lockstep(leads=True) as world:
+        stream = OutputStream("a")
+        world.client.submit(make_request("a"), stream)
+        await world.say(*frames)
+
+        assert isinstance(await world.client.wait_failed(), DecodeError)
+        with pytest.raises(DecodeError):
+            await anext(stream)
+        with pytest.raises(DecodeError):
+            world.client.submit(make_request("b"), OutputStream("b"))
+
+
+@pytest.mark.parametrize("leads", [True, False])
+async def test_loss_of_one_engine_fails_the_client(autojump_clock: MockClock, leads: bool) -> None:
+    async with open_lockstep(leads=leads) as world:
+        world.losses.send_nowait(1)
+
+        failure = await world.client.wait_failed()
+
+        assert "engine 1 is dead: its connection was lost" == str(failure)
+
+
+async def test_engines_without_waves_are_not_woken(autojump_clock: MockClock) -> None:
+    """They would log an error each time."""
+    async with open_lockstep(leads=True, data_parallel_size=1) as world:
+        world.submit("a", 0)
+        assert [] == world.broadcasts()
+
+    async with open_lockstep(leads=False, data_parallel_size=1, version="0.32.0") as world:
+        world.submit("a", 0)
+        assert [] == world.sent()
+        await world.say(b"\xc1")
+        assert world.client.is_healthy
+
+
+async def test_follower_stamps_the_published_wave(autojump_clock: MockClock) -> None:
+    async with open_lockstep(leads=False) as world:
+        assert 0 == world.submit("a", 0).current_wave
+
+        await world.publish(7, running=False)
+
+        assert 7 == world.submit("b", 1).current_wave
+        assert [] == world.sent()
+
+
+async def test_follower_tells_an_old_coordinator_of_first_requests(
+    autojump_clock: MockClock,
+) -> None:
+    """A newer one takes that for an error, and does not need it."""
+    async with open_lockstep(leads=False, version="0.32.0") as world:
+        await world.publish(2, running=False)
+        world.submit("a", 1)
+        await world.publish(2, running=True)
+        world.submit("b", 0)
+
+        ((notice,),) = world.sent()
+        assert [b"\x01\x00", 2] == ormsgpack.unpackb(notice)
+
+
+async def test_coordinator_that_cannot_be_understood(autojump_clock: MockClock) -> None:
+    async with open_lockstep(leads=False) as world:
+        await world.say(b"\xc1")
+
+        assert isinstance(await world.client.wait_failed(), DecodeError)
