@@ -65,7 +65,7 @@ def main() -> int:
             print(f"ok {name} {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
         except Exception as error:  # the others can still tell something
             print(f"{name} failed: {error}", file=sys.stderr, flush=True)
-            failed.append(f"{name} failed: {str(error).splitlines()[-1]}")
+            failed.append(f"{name} failed: {(str(error).splitlines() or [repr(error)])[-1]}")
     print(table(figures))
     if arguments.json:
         write_json(arguments.json, figures, quick=arguments.quick)

@@ -5,17 +5,22 @@ from bench.figures import Figure, Target
 from bench.turns import Effort, ask_in_turns
 from bench.workers import working
 
+VLLM, MOCK = "vLLM", "the mock"
+DISPATCHES = ((1, VLLM), (64, VLLM), (256, VLLM), (256, MOCK), (1024, VLLM))
+"""Requests in flight, and whose rows they get: the mock leaves out what is nil."""
+
 
 def measure_dispatch(effort: Effort) -> list[Figure]:
     """What decoding outputs and handing them out costs."""
     figures: list[Figure] = []
     with working("the client", python("bench.work_client")) as worker:
-        for concurrency, target in ((1, None), (64, None), (256, Target(1e6)), (1024, Target(1e6))):
+        for concurrency, writer in DISPATCHES:
+            target = Target(1e6) if concurrency >= 256 else None
             steps = effort.part(50_000 if concurrency == 1 else 500_000 / concurrency)
             figure = ask_in_turns(
                 effort,
                 worker,
-                f"dispatch to {concurrency}, final only",
+                f"dispatch to {concurrency}, final only, rows of {writer}",
                 "outputs/CPU-s",
                 "more",
                 "unpackb alone",
@@ -23,6 +28,7 @@ def measure_dispatch(effort: Effort) -> list[Figure]:
                 task="dispatch",
                 concurrency=concurrency,
                 steps=steps,
+                short=writer == MOCK,
             )
             figures.append(figure)
         for concurrency in (64, 256):

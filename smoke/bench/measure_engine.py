@@ -4,7 +4,7 @@ import time
 
 from bench.engines import mock_engine, raw_engine
 from bench.figures import Figure, Target
-from bench.frontend import connected
+from bench.frontend import Command, connected
 from bench.loads import burst, churn
 from bench.meters import cpu_seconds, resident_bytes
 from bench.turns import Effort, take_turns
@@ -127,26 +127,29 @@ def measure_processes(effort: Effort) -> list[Figure]:
 
 
 def measure_startup(effort: Effort) -> list[Figure]:
-    """From the start of the process to its HELLO."""
+    """From the start of the process to its HELLO, and what the whole startup costs."""
 
-    def start_ours() -> float:
-        with connected("mock-engine", mock_engine()) as frontend:
-            return frontend.hello_seconds
+    def start(name: str, command: Command) -> tuple[float, float]:
+        with connected(name, command) as frontend:
+            return frontend.hello_seconds, cpu_seconds(frontend.pids())
 
-    def start_bare() -> float:
-        with connected("the bare engine", raw_engine()) as frontend:
-            return frontend.hello_seconds
-
-    samples, yardstick = take_turns(effort, start_ours, start_bare)
+    samples, yardstick = take_turns(
+        effort,
+        lambda: start("mock-engine", mock_engine()),
+        lambda: start("the bare engine", raw_engine()),
+    )
     return [
         Figure(
-            "mock-engine, start to HELLO",
+            name,
             "s",
             "less",
-            samples,
+            [sample[index] for sample in samples],
             BARE_ENGINE,
-            yardstick,
-            Target(0.5),
+            [sample[index] for sample in yardstick],
+            target,
+        )
+        for index, (name, target) in enumerate(
+            (("mock-engine, start to HELLO", Target(0.5)), ("mock-engine, start: CPU", None))
         )
     ]
 

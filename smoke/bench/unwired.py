@@ -33,7 +33,9 @@ READY = EngineCoreReadyResponse(
     max_loras=0,
 )
 
+TOKEN = 31_999
 LENGTH = 1
+"""The finish reason."""
 REST_OF_ROW = [*[None] * 11, 0, *[None] * 5]
 """What a real engine writes behind the token ids."""
 
@@ -118,16 +120,17 @@ async def unwired_llm() -> AsyncIterator[tuple[Llm, Feed]]:
         yield Llm(client), feed
 
 
-def tokens_for(request_ids: Sequence[str], token: int = 31_999) -> Message:
-    """A message with one token for each request, as a real engine writes it."""
-    return message([[request_id, [token], *REST_OF_ROW] for request_id in request_ids])
+def tokens_for(request_ids: Sequence[str], *, short: bool = False) -> Message:
+    """A message with a token for each request, as vLLM writes it; ``short``, as the mock does."""
+    rest = [] if short else REST_OF_ROW
+    return message([[request_id, [TOKEN], *rest] for request_id in request_ids])
 
 
-def ends_of(request_ids: Sequence[str], token: int = 31_999) -> Message:
+def ends_of(request_ids: Sequence[str]) -> Message:
     """A message with the last token of each request."""
     rest = [*REST_OF_ROW]
     rest[3] = LENGTH
-    rows = [[request_id, [token], *rest] for request_id in request_ids]
+    rows = [[request_id, [TOKEN], *rest] for request_id in request_ids]
     return message(rows, list(request_ids))
 
 

@@ -26,13 +26,13 @@ GROUP = 1000
 # Outputs ----------------------------------------------------------------------------------------
 
 
-async def dispatch(*, concurrency: int, steps: int) -> Answer:
+async def dispatch(*, concurrency: int, steps: int, short: bool) -> Answer:
     """Hand out tokens to requests that are waited for to their end; the yardstick only unpacks."""
     async with unwired_llm() as (llm, feed), trio.open_nursery() as nursery:
         for _ in range(concurrency):
             nursery.start_soon(generate, llm, steps + 1)
         ids = await feed.settled(concurrency)
-        step, last = tokens_for(ids), ends_of(ids)
+        step, last = tokens_for(ids, short=short), ends_of(ids)
         yardstick = cpu_time_of(lambda: ormsgpack.unpackb(step[0]), steps)
         feed.batch_limit = 16
         begin = time.process_time()
