@@ -32,6 +32,7 @@ from trio_vllm.mock import (
     serve_mock_engines,
 )
 from trio_vllm.mock import _serve as serve_module
+from trio_vllm.mock._engine_loop import EngineLoop
 from trio_vllm.protocol import (
     HandshakeStatus,
     RequestBatchOutputs,
@@ -40,6 +41,7 @@ from trio_vllm.protocol import (
     decode_report,
     encode_init,
 )
+from trio_vllm.transport import _engine as engine_module
 from trio_vllm.transport._context import open_context
 
 TIMEOUT = 10.0
@@ -243,6 +245,37 @@ async def test_a_shutdown_ends_requests(
                 beside.start_soon(expect_end)
                 await trio.sleep(0.1)
                 serving.shutdown.set()
+
+
+async def test_a_shutdown_does_not_wait_for_a_stuck_frontend(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which takes no outputs, not even those that tell it."""
+    monkeypatch.setattr(serve_module, "OUTPUT_HIGH_WATER_MARK", 1)
+    monkeypatch.setattr(serve_module, "LAST_OUTPUTS_TIME", 0.1)
+    monkeypatch.setattr(engine_module, "OUTPUT_LINGER", 0.1)
+    send_late = EngineLoop._send_late
+    is_stuck = trio.Event()
+
+    async def noticed(loop: EngineLoop) -> None:
+        is_stuck.set()
+        await send_late(loop)
+
+    monkeypatch.setattr(EngineLoop, "_send_late", noticed)
+    serving = Serving(options_for(folder))
+    async with trio.open_nursery() as nursery, open_context() as context:
+        frontend = RawFrontend.bind(context, folder)
+        nursery.start_soon(serving.run)
+        engine_id, _ = await frontend.handshake.receive()
+        init = frontend.init(outputs=[f"ipc://{folder}/nobody"])
+        await frontend.handshake.send([engine_id, encode_init(init)])
+        await frontend.inputs[0].receive()
+        await frontend.inputs[0].send([engine_id, *pack_add(raw_request("a", 1_000_000))])
+        await is_stuck.wait()
+        serving.shutdown.set()
+
+    assert serving.summary is not None
+    assert (1, 1) == (serving.summary.requests, serving.summary.aborted)
 
 
 async def test_one_crash_ends_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,9 @@ REPORT_INTERVAL = 30.0
 OUTPUT_HIGH_WATER_MARK = 1000
 """Messages that a client may be behind before its engines stop and wait for it."""
 
+LAST_OUTPUTS_TIME = 2.0
+"""Seconds that a frontend may take, once requests are aborted, to make room for what tells it."""
+
 
 def _check_count(instance: ServeOptions, _attribute: Any, count: int) -> None:
     last = instance.start_index + count - 1
@@ -253,6 +256,8 @@ class _Life:
         self.loop.shut_down(drain=self._shutdown_timeout > 0)
         await trio.sleep(self._shutdown_timeout)
         self.loop.shut_down(drain=False)
+        await trio.sleep(LAST_OUTPUTS_TIME)
+        self.scope.cancel(reason="the frontend does not take the last outputs")
 
 
 def _failure_of(engine_index: int, error: Exception) -> Exception:
