@@ -1,7 +1,7 @@
 """Run benchmarks, and print how fast we are next to a yardstick.
 
 Without names all of them run, in less than ten minutes (with --quick, in two). What matters is the
-ratio of the two: both were measured in turns.
+ratio of the two, since both are measured in turns.
 """
 
 import argparse

@@ -77,6 +77,12 @@ class Figure:
         """What two runs are compared by: the ratio, or, without a yardstick, the value."""
         return self.value if self.ratio is None else self.ratio
 
+    @property
+    def compared_range(self) -> tuple[float, float]:
+        """The least and the most that `compared` was in a sample."""
+        values = self.ratios or self.samples
+        return min(values), max(values)
+
     def worsening(self, before: float) -> float:
         """How much worse `compared` is than ``before``: 0.25 is a quarter worse, below 0 is better."""
         now = self.compared
@@ -97,6 +103,7 @@ class Figure:
             "yardstick_samples": list(self.yardstick_samples),
             "ratio": self.ratio,
             "compared": self.compared,
+            "compared_range": self.compared_range,
             "target": self.target and dataclasses.asdict(self.target),
             "met": self.met,
             "note": self.note,

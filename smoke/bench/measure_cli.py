@@ -16,7 +16,7 @@ def measure_help(effort: Effort) -> list[Figure]:
     figures: list[Figure] = []
     for command, target in ((LLM_SMOKE, Target(0.3)), (MOCK_ENGINE, None)):
         samples, yardstick = take_turns(
-            effort,
+            effort.times(3),
             lambda: run([command, "--help"]),  # noqa: B023  (called at once)
             lambda: run([sys.executable, "-c", "pass"]),
         )

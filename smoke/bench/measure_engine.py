@@ -134,7 +134,7 @@ def measure_startup(effort: Effort) -> list[Figure]:
             return frontend.hello_seconds, cpu_seconds(frontend.pids())
 
     samples, yardstick = take_turns(
-        effort,
+        effort.times(2),
         lambda: start("mock-engine", mock_engine()),
         lambda: start("the bare engine", raw_engine()),
     )

@@ -79,17 +79,25 @@ def machine() -> dict[str, Any]:
 def regressions(figures: Iterable[Figure], before: Path) -> list[str]:
     """What has become worse than in the file of another run by more than `TOLERANCE`, in words."""
     content = json.loads(before.read_text(encoding="utf-8"))
-    past = {figure["name"]: figure["compared"] for figure in content["figures"]}
+    past = {figure["name"]: figure for figure in content["figures"]}
     found = []
     for figure in figures:
         if figure.name not in past:
             continue
-        worsening = figure.worsening(past[figure.name])
+        before = past[figure.name]["compared"]
+        worsening = figure.worsening(before)
         if worsening > TOLERANCE:
-            change = f"{shorten(past[figure.name])} before, {shorten(figure.compared)} now"
-            unit = figure.unit if figure.ratio is None else f"times {figure.yardstick}"
-            found.append(f"{figure.name}: {worsening:.0%} worse ({change}, {unit})")
+            unit = figure.unit if figure.ratio is None else f"x {figure.yardstick}"
+            change = f"from {shorten(before)} to {shorten(figure.compared)} {unit}"
+            doubt = overlap(figure.compared_range, past[figure.name]["compared_range"])
+            found.append(f"WORSE by {worsening:.0%}: {figure.name}, {change}{doubt}")
     return found
+
+
+def overlap(now: tuple[float, float], before: Sequence[float]) -> str:
+    """A word of doubt, if the samples of two runs have values in common."""
+    apart = now[0] > before[1] or now[1] < before[0]
+    return "" if apart else " (samples overlap: repeat it)"
 
 
 # The plot ---------------------------------------------------------------------------------------

@@ -19,6 +19,10 @@ class Effort:
     scale: float
     """How much of the full load a sample has."""
 
+    def times(self, factor: int) -> "Effort":
+        """More samples, where these are cheap."""
+        return dataclasses.replace(self, rounds=self.rounds * factor)
+
     def part(self, full: float) -> int:
         """That much of a number."""
         return max(1, round(full * self.scale))
