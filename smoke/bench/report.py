@@ -76,9 +76,9 @@ def machine() -> dict[str, Any]:
 # Another run ------------------------------------------------------------------------------------
 
 
-def regressions(figures: Iterable[Figure], before: Path) -> list[str]:
+def regressions(figures: Iterable[Figure], earlier: Path) -> list[str]:
     """What has become worse than in the file of another run by more than `TOLERANCE`, in words."""
-    content = json.loads(before.read_text(encoding="utf-8"))
+    content = json.loads(earlier.read_text(encoding="utf-8"))
     past = {figure["name"]: figure for figure in content["figures"]}
     found = []
     for figure in figures:
