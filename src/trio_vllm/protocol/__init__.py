@@ -4,8 +4,8 @@ Nothing here waits, reads a clock or draws a number. State machines return what 
 Sources: vLLM 0.33.0, ``vllm/v1`` and ``rust/src/engine-core-client``; 0.32.0 is read as well.
 """
 
-from ._arrays import Array, Tensor
-from ._coordination import (
+from trio_vllm.protocol._arrays import Array, Tensor
+from trio_vllm.protocol._coordination import (
     COORDINATOR_READY,
     SUBSCRIBE,
     CoordinatorStats,
@@ -16,8 +16,8 @@ from ._coordination import (
     encode_coordinator_stats,
     encode_start_dp_wave,
 )
-from ._forms import Buffer, FormError, Frames
-from ._handshake import (
+from trio_vllm.protocol._forms import Buffer, FormError, Frames
+from trio_vllm.protocol._handshake import (
     MAX_ENGINES,
     EngineAddresses,
     EngineCoreReadyResponse,
@@ -33,22 +33,22 @@ from ._handshake import (
     encode_ready_response,
     encode_report,
 )
-from ._logprobs import Logprobs, PositionLogprobs, SamplingMask, TokenLogprob
-from ._lora import LoRARequest
-from ._multimodal import (
+from trio_vllm.protocol._logprobs import Logprobs, PositionLogprobs, SamplingMask, TokenLogprob
+from trio_vllm.protocol._lora import LoRARequest
+from trio_vllm.protocol._multimodal import (
     MultiModalFeatureSpec,
     MultiModalField,
     MultiModalFieldElem,
     PlaceholderRange,
 )
-from ._output import (
+from trio_vllm.protocol._output import (
     EngineCoreEvent,
     EngineCoreOutput,
     EventType,
     FinishReason,
     RequestErrorInfo,
 )
-from ._output_message import (
+from trio_vllm.protocol._output_message import (
     ENGINE_CORE_DEAD,
     DpControlOutput,
     EngineCoreOutputs,
@@ -62,8 +62,8 @@ from ._output_message import (
     plain_token_ids,
     row_request_id,
 )
-from ._pooling import LateChunkingParams, LateInteractionParams, PoolingParams
-from ._request import (
+from trio_vllm.protocol._pooling import LateChunkingParams, LateInteractionParams, PoolingParams
+from trio_vllm.protocol._request import (
     AbortRequests,
     EngineCoreRequest,
     EngineMessage,
@@ -75,16 +75,16 @@ from ._request import (
     encode_add,
     encode_utility,
 )
-from ._resolution import resolve_request
-from ._routing import Balancer
-from ._sampling import (
+from trio_vllm.protocol._resolution import resolve_request
+from trio_vllm.protocol._routing import Balancer
+from trio_vllm.protocol._sampling import (
     EngineCoreSamplingParams,
     RepetitionDetectionParams,
     SamplingParams,
     StructuredOutputsParams,
 )
-from ._startup import FrontendStartup, Phase
-from ._stats import (
+from trio_vllm.protocol._startup import FrontendStartup, Phase
+from trio_vllm.protocol._stats import (
     CudagraphStats,
     IterationDetails,
     KvCacheEvictionEvent,
@@ -95,9 +95,9 @@ from ._stats import (
     SchedulerStats,
     SpecDecodingStats,
 )
-from ._utility import UtilityOutput, UtilityRequest
-from ._validation import RequestLimits, check_request
-from ._wave import Waves, decode_coordinator_notice, encode_first_request_notice
+from trio_vllm.protocol._utility import UtilityOutput, UtilityRequest
+from trio_vllm.protocol._validation import RequestLimits, check_request
+from trio_vllm.protocol._wave import Waves, decode_coordinator_notice, encode_first_request_notice
 
 __all__ = [
     "COORDINATOR_READY",

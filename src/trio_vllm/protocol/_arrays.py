@@ -18,9 +18,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ._containers import list_of
-from ._forms import AuxFrames, Buffer, Form, FormError, Frames, integer, misfit
-from ._msgpack import raw_view
+from trio_vllm.protocol._containers import list_of
+from trio_vllm.protocol._forms import AuxFrames, Buffer, Form, FormError, Frames, integer, misfit
+from trio_vllm.protocol._msgpack import raw_view
 
 Array = npt.NDArray[Any]
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ._forms import (
+from trio_vllm.protocol._forms import (
     INT64_OR_UINT64,
     STR,
     AuxFrames,

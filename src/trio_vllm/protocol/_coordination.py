@@ -11,11 +11,11 @@ from typing import Any
 
 import attrs
 
-from .._errors import DecodeError
-from ._containers import list_of, optional
-from ._forms import BOOL, FLOAT, U16, U32, AuxFrames, Buffer, Form, Frames
-from ._msgpack import decode_payload, pack
-from ._structs import array_struct
+from trio_vllm._errors import DecodeError
+from trio_vllm.protocol._containers import list_of, optional
+from trio_vllm.protocol._forms import BOOL, FLOAT, U16, U32, AuxFrames, Buffer, Form, Frames
+from trio_vllm.protocol._msgpack import decode_payload, pack
+from trio_vllm.protocol._structs import array_struct
 
 SUBSCRIBE = b"\x01"
 """Sent into an XPUB socket: one engine, or one frontend, listens."""

@@ -11,11 +11,22 @@ from typing import Any
 
 import attrs
 
-from .._errors import DecodeError
-from ._containers import I64S, list_of, map_of, optional
-from ._forms import BOOL, FLOAT, I64, STR, U32, U64, Buffer, Form, enumeration, misfit
-from ._msgpack import decode_payload, pack
-from ._structs import map_struct
+from trio_vllm._errors import DecodeError
+from trio_vllm.protocol._containers import I64S, list_of, map_of, optional
+from trio_vllm.protocol._forms import (
+    BOOL,
+    FLOAT,
+    I64,
+    STR,
+    U32,
+    U64,
+    Buffer,
+    Form,
+    enumeration,
+    misfit,
+)
+from trio_vllm.protocol._msgpack import decode_payload, pack
+from trio_vllm.protocol._structs import map_struct
 
 MAX_ENGINES = 2**16
 """An engine id has two bytes."""

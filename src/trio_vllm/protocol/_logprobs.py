@@ -20,9 +20,9 @@ from typing import Any
 import attrs
 import numpy as np
 
-from ._arrays import NUMPY_ARRAY, TENSOR_AS_NUMPY, Array
-from ._containers import each, optional
-from ._forms import AuxFrames, Form, FormError, Frames, misfit
+from trio_vllm.protocol._arrays import NUMPY_ARRAY, TENSOR_AS_NUMPY, Array
+from trio_vllm.protocol._containers import each, optional
+from trio_vllm.protocol._forms import AuxFrames, Form, FormError, Frames, misfit
 
 
 @attrs.frozen

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import attrs
 
-from ._containers import optional
-from ._forms import BOOL, STR, TEXT, Form, integer
-from ._structs import array_struct
+from trio_vllm.protocol._containers import optional
+from trio_vllm.protocol._forms import BOOL, STR, TEXT, Form, integer
+from trio_vllm.protocol._structs import array_struct
 
 
 @attrs.define(kw_only=True)

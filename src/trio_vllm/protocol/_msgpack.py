@@ -12,8 +12,8 @@ from typing import Any
 
 import ormsgpack
 
-from .._errors import DecodeError
-from ._forms import Buffer, Form, FormError, Frames, T
+from trio_vllm._errors import DecodeError
+from trio_vllm.protocol._forms import Buffer, Form, FormError, Frames, T
 
 RAW_VIEW = 3
 """Extension type of array bytes that travel inside the payload."""

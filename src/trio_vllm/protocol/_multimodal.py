@@ -13,10 +13,20 @@ from typing import Any, TypeAlias
 import attrs
 import numpy as np
 
-from ._arrays import TENSOR, Tensor
-from ._containers import each, item_step, map_of, optional
-from ._forms import BOOL, I64, STR, U32, AuxFrames, Form, FormError, Frames, misfit
-from ._structs import map_struct
+from trio_vllm.protocol._arrays import TENSOR, Tensor
+from trio_vllm.protocol._containers import each, item_step, map_of, optional
+from trio_vllm.protocol._forms import (
+    BOOL,
+    I64,
+    STR,
+    U32,
+    AuxFrames,
+    Form,
+    FormError,
+    Frames,
+    misfit,
+)
+from trio_vllm.protocol._structs import map_struct
 
 NestedTensors: TypeAlias = (
     "Tensor | np.ndarray[Any, Any] | int | float | Sequence[NestedTensors] | None"

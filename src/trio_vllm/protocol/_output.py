@@ -12,12 +12,32 @@ from typing import Any
 
 import attrs
 
-from ._arrays import NUMPY_ARRAY, TENSOR, TENSOR_AS_NUMPY, Array, Tensor
-from ._containers import ANY_MAP, TOKEN_IDS, list_of, map_of, optional
-from ._forms import BOOL, FLOAT, INT64_OR_UINT64, STR, U64, Form, enumeration, misfit
-from ._logprobs import PROMPT_LOGPROBS, SAMPLE_LOGPROBS, SAMPLING_MASK, Logprobs, SamplingMask
-from ._stats import PREFILL_STATS, SPEC_DECODE_METRICS, PrefillStats, RequestSpecDecodeMetrics
-from ._structs import array_struct, map_struct
+from trio_vllm.protocol._arrays import NUMPY_ARRAY, TENSOR, TENSOR_AS_NUMPY, Array, Tensor
+from trio_vllm.protocol._containers import ANY_MAP, TOKEN_IDS, list_of, map_of, optional
+from trio_vllm.protocol._forms import (
+    BOOL,
+    FLOAT,
+    INT64_OR_UINT64,
+    STR,
+    U64,
+    Form,
+    enumeration,
+    misfit,
+)
+from trio_vllm.protocol._logprobs import (
+    PROMPT_LOGPROBS,
+    SAMPLE_LOGPROBS,
+    SAMPLING_MASK,
+    Logprobs,
+    SamplingMask,
+)
+from trio_vllm.protocol._stats import (
+    PREFILL_STATS,
+    SPEC_DECODE_METRICS,
+    PrefillStats,
+    RequestSpecDecodeMetrics,
+)
+from trio_vllm.protocol._structs import array_struct, map_struct
 
 
 class FinishReason(enum.IntEnum):

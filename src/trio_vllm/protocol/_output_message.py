@@ -15,14 +15,25 @@ from typing import Any
 
 import attrs
 
-from .._errors import DecodeError
-from ._containers import list_of, optional
-from ._forms import FLOAT, STR, U32, AuxFrames, Buffer, Form, FormError, Frames, misfit, pass_on
-from ._msgpack import pack, unpack
-from ._output import ENGINE_CORE_OUTPUT, EngineCoreOutput
-from ._stats import SCHEDULER_STATS, SchedulerStats
-from ._structs import array_struct
-from ._utility import UTILITY_OUTPUT, UtilityOutput
+from trio_vllm._errors import DecodeError
+from trio_vllm.protocol._containers import list_of, optional
+from trio_vllm.protocol._forms import (
+    FLOAT,
+    STR,
+    U32,
+    AuxFrames,
+    Buffer,
+    Form,
+    FormError,
+    Frames,
+    misfit,
+    pass_on,
+)
+from trio_vllm.protocol._msgpack import pack, unpack
+from trio_vllm.protocol._output import ENGINE_CORE_OUTPUT, EngineCoreOutput
+from trio_vllm.protocol._stats import SCHEDULER_STATS, SchedulerStats
+from trio_vllm.protocol._structs import array_struct
+from trio_vllm.protocol._utility import UTILITY_OUTPUT, UtilityOutput
 
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 """The farewell of a dying engine: alone in its frame, on every output socket, not MessagePack."""

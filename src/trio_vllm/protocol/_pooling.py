@@ -9,9 +9,9 @@ from typing import Any
 
 import attrs
 
-from ._containers import ANY_MAP, TOKEN_IDS, optional
-from ._forms import BOOL, I32, STR, U32, Form, integer, one_of, read_write
-from ._structs import array_struct
+from trio_vllm.protocol._containers import ANY_MAP, TOKEN_IDS, optional
+from trio_vllm.protocol._forms import BOOL, I32, STR, U32, Form, integer, one_of, read_write
+from trio_vllm.protocol._structs import array_struct
 
 POOLING_TASKS = (
     "embed",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._forms import FormError
+from trio_vllm.protocol._forms import FormError
 
 
 class Unsupported(FormError):  # noqa: N818 (never leaves the checks)

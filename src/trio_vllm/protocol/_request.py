@@ -15,18 +15,30 @@ from typing import Any
 
 import attrs
 
-from .._errors import DecodeError, InvalidFieldError
-from ._arrays import TENSOR, Tensor
-from ._containers import ANY_MAP, TOKEN_IDS, list_of, map_of, optional
-from ._coordination import StartDpWave, decode_start_dp_wave
-from ._forms import BOOL, FINITE, I32, STR, U32, AuxFrames, Buffer, Form, FormError, Frames, brief
-from ._lora import LORA_REQUEST, LoRARequest
-from ._msgpack import decode_payload, pack, unpack
-from ._multimodal import MULTIMODAL_FEATURE, MultiModalFeatureSpec
-from ._pooling import POOLING_PARAMS, PoolingParams
-from ._sampling import SAMPLING_PARAMS, EngineCoreSamplingParams
-from ._structs import array_struct, map_struct
-from ._utility import UTILITY_REQUEST, UtilityRequest
+from trio_vllm._errors import DecodeError, InvalidFieldError
+from trio_vllm.protocol._arrays import TENSOR, Tensor
+from trio_vllm.protocol._containers import ANY_MAP, TOKEN_IDS, list_of, map_of, optional
+from trio_vllm.protocol._coordination import StartDpWave, decode_start_dp_wave
+from trio_vllm.protocol._forms import (
+    BOOL,
+    FINITE,
+    I32,
+    STR,
+    U32,
+    AuxFrames,
+    Buffer,
+    Form,
+    FormError,
+    Frames,
+    brief,
+)
+from trio_vllm.protocol._lora import LORA_REQUEST, LoRARequest
+from trio_vllm.protocol._msgpack import decode_payload, pack, unpack
+from trio_vllm.protocol._multimodal import MULTIMODAL_FEATURE, MultiModalFeatureSpec
+from trio_vllm.protocol._pooling import POOLING_PARAMS, PoolingParams
+from trio_vllm.protocol._sampling import SAMPLING_PARAMS, EngineCoreSamplingParams
+from trio_vllm.protocol._structs import array_struct, map_struct
+from trio_vllm.protocol._utility import UTILITY_REQUEST, UtilityRequest
 
 
 class RequestType(bytes, enum.Enum):

@@ -13,9 +13,9 @@ from typing import Any
 import attrs
 import numpy as np
 
-from ._request import EngineCoreRequest
-from ._sampling import EngineCoreSamplingParams, StructuredOutputsParams
-from ._structs import evolver
+from trio_vllm.protocol._request import EngineCoreRequest
+from trio_vllm.protocol._sampling import EngineCoreSamplingParams, StructuredOutputsParams
+from trio_vllm.protocol._structs import evolver
 
 MAX_LOGIT_BIAS = 100.0
 

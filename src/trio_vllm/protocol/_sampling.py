@@ -14,9 +14,9 @@ from typing import Any
 
 import attrs
 
-from ._arrays import NUMPY_ARRAY, Array
-from ._containers import ANY_MAP, TOKEN_IDS, list_of, map_of, optional
-from ._forms import (
+from trio_vllm.protocol._arrays import NUMPY_ARRAY, Array
+from trio_vllm.protocol._containers import ANY_MAP, TOKEN_IDS, list_of, map_of, optional
+from trio_vllm.protocol._forms import (
     BOOL,
     FINITE,
     I32,
@@ -34,7 +34,7 @@ from ._forms import (
     read_write,
     writing,
 )
-from ._structs import map_struct
+from trio_vllm.protocol._structs import map_struct
 
 
 @attrs.define(kw_only=True)

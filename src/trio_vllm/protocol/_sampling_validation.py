@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 
-from ._forms import FormError
-from ._refusal import not_in_vocabulary, refuse, refuse_here
-from ._sampling import EngineCoreSamplingParams, StructuredOutputsParams
+from trio_vllm.protocol._forms import FormError
+from trio_vllm.protocol._refusal import not_in_vocabulary, refuse, refuse_here
+from trio_vllm.protocol._sampling import EngineCoreSamplingParams, StructuredOutputsParams
 
 JSON_NESTING = 64
 """Levels of a JSON schema; converting it to a grammar gets steeply dearer with each."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import attrs
 
-from ._containers import ANY_MAP, U64S, list_of, map_of, optional
-from ._forms import BOOL, FLOAT, STR, U64, Form
-from ._structs import map_struct
+from trio_vllm.protocol._containers import ANY_MAP, U64S, list_of, map_of, optional
+from trio_vllm.protocol._forms import BOOL, FLOAT, STR, U64, Form
+from trio_vllm.protocol._structs import map_struct
 
 _COUNTS = map_of(STR, U64)
 _FLOATS = list_of(FLOAT)

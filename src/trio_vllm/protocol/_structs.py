@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from ._forms import AuxFrames, Form, FormError, Frames, T, misfit
+from trio_vllm.protocol._forms import AuxFrames, Form, FormError, Frames, T, misfit
 
 # These loops are the hottest code of the package: a request has 22 fields, its sampling parameters
 # 31, and most have their default. Hence flat tuples side by side, and no call for what *is* the

@@ -10,9 +10,18 @@ from typing import Any
 
 import attrs
 
-from ._containers import ANY, list_of, optional
-from ._forms import INT64_OR_UINT64, STR, U32, AuxFrames, Form, FormError, Frames, misfit
-from ._structs import array_struct
+from trio_vllm.protocol._containers import ANY, list_of, optional
+from trio_vllm.protocol._forms import (
+    INT64_OR_UINT64,
+    STR,
+    U32,
+    AuxFrames,
+    Form,
+    FormError,
+    Frames,
+    misfit,
+)
+from trio_vllm.protocol._structs import array_struct
 
 
 @attrs.define

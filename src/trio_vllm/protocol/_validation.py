@@ -20,18 +20,18 @@ from typing import Any
 
 import attrs
 
-from .._errors import EmptyPromptError, InvalidFieldError, UnsupportedFieldError
-from ._arrays import Tensor
-from ._containers import optional
-from ._forms import Form, FormError, pass_on
-from ._handshake import EngineCoreReadyResponse
-from ._multimodal import MultiModalFeatureSpec, PlaceholderRange
-from ._pooling import PoolingParams
-from ._refusal import Unsupported, not_in_vocabulary, refuse, refuse_here
-from ._request import REQUEST_FIELDS, EngineCoreRequest, name_of
-from ._sampling import SAMPLING_FIELDS, EngineCoreSamplingParams
-from ._sampling_validation import check_sampling
-from ._structs import field_checker
+from trio_vllm._errors import EmptyPromptError, InvalidFieldError, UnsupportedFieldError
+from trio_vllm.protocol._arrays import Tensor
+from trio_vllm.protocol._containers import optional
+from trio_vllm.protocol._forms import Form, FormError, pass_on
+from trio_vllm.protocol._handshake import EngineCoreReadyResponse
+from trio_vllm.protocol._multimodal import MultiModalFeatureSpec, PlaceholderRange
+from trio_vllm.protocol._pooling import PoolingParams
+from trio_vllm.protocol._refusal import Unsupported, not_in_vocabulary, refuse, refuse_here
+from trio_vllm.protocol._request import REQUEST_FIELDS, EngineCoreRequest, name_of
+from trio_vllm.protocol._sampling import SAMPLING_FIELDS, EngineCoreSamplingParams
+from trio_vllm.protocol._sampling_validation import check_sampling
+from trio_vllm.protocol._structs import field_checker
 
 
 @attrs.frozen(kw_only=True)
