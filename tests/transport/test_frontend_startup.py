@@ -1,0 +1,95 @@
+"""The run of a startup without ØMQ: what depends on the order in which tasks hear of things."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from tests.transport.startup import ready_response
+from tests.transport.test_connections import FakeMonitor
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from trio_vllm._errors import StartupError
+from trio_vllm.protocol import EngineId, encode_ready_response
+from trio_vllm.transport._channels import Frames
+from trio_vllm.transport._connections import EngineConnections
+from trio_vllm.transport._frontend_startup import StartupRun
+from trio_vllm.transport._monitor import PeerEventKind
+
+TIMEOUT = 10.0
+
+
+class FakeInput:
+    """An input socket on which engines register as a test says."""
+
+    def __init__(self) -> None:
+        self._send, self._receive = trio.open_memory_channel[tuple[Frames, int]](10)
+
+    def register(self, engine_index: int, descriptor: int) -> None:
+        payload = encode_ready_response(ready_response(engine_index))
+        self._send.send_nowait(([EngineId.of(engine_index), payload], descriptor))
+
+    async def receive_with_descriptor(self) -> tuple[Frames, int]:
+        return await self._receive.receive()
+
+
+class Rig:
+    def __init__(self, engine_count: int = 1) -> None:
+        self.monitor, self.input = FakeMonitor(), FakeInput()
+        self.connections = EngineConnections(self.monitor)  # type: ignore[arg-type]
+        self.run = StartupRun(
+            range(engine_count),
+            timeout=TIMEOUT,
+            requests=self.input,  # type: ignore[arg-type]
+            connections=self.connections,
+        )
+        self.engines: list[int] = []
+
+    async def wait(self) -> None:
+        self.engines = list(await self.run.wait())
+
+
+@pytest.mark.parametrize("attempt", range(10))
+async def test_last_engine_is_lost_as_it_registers(autojump_clock: MockClock, attempt: int) -> None:
+    """Whoever hears of it first: it is waited for again, or told as lost afterwards."""
+    rig = Rig()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(rig.wait)
+        await wait_all_tasks_blocked()
+        rig.monitor.tell(PeerEventKind.ACCEPTED, 12)
+        rig.monitor.tell(PeerEventKind.DISCONNECTED, 12)
+        rig.input.register(0, 12)
+        await wait_all_tasks_blocked()
+        if not rig.engines:
+            rig.monitor.tell(PeerEventKind.ACCEPTED, 13)
+            rig.input.register(0, 13)
+            await wait_all_tasks_blocked()
+            rig.monitor.tell(PeerEventKind.DISCONNECTED, 13)
+    assert [0] == rig.engines
+
+    with trio.fail_after(1):
+        assert 0 == await rig.connections.receive()
+
+
+async def test_restarts_do_not_prolong_it(autojump_clock: MockClock) -> None:
+    """Two of three engines come and go for ever; the third one is missed in time."""
+    rig = Rig(engine_count=3)
+    begin = trio.current_time()
+
+    async def come_and_go() -> None:
+        for descriptor in range(100):
+            for index in range(2):
+                rig.monitor.tell(PeerEventKind.ACCEPTED, 2 * descriptor + index)
+                rig.input.register(index, 2 * descriptor + index)
+            await trio.sleep(TIMEOUT / 4)
+            for index in range(2):
+                rig.monitor.tell(PeerEventKind.DISCONNECTED, 2 * descriptor + index)
+            await trio.lowlevel.checkpoint()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(come_and_go)
+        with pytest.raises(StartupError) as caught:
+            await rig.run.wait()
+        nursery.cancel_scope.cancel()
+
+    assert begin + TIMEOUT == trio.current_time()
+    assert 2 in caught.value.missing_engines
