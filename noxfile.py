@@ -44,7 +44,8 @@ def lint(session: nox.Session) -> None:
     session.install(*group("lint"))
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
-    check_async = ("flake8-async", "--enable=ASYNC", "--disable")
+    startable = "--startable-in-context-manager=serve_mock_engines"
+    check_async = ("flake8-async", "--enable=ASYNC", startable, "--disable")
     # ASYNC109: a timeout parameter is our contract for every wait on a peer.
     session.run(*check_async, "ASYNC109", *python_files("src"))
     # A test need not wait (ASYNC91x); a script may block on a process or a file (ASYNC2xx).

@@ -74,15 +74,17 @@ async def many(llm: Llm, mock: Process, engine_count: int) -> None:
 async def leave_a_crowd(llm: Llm, mock: Process) -> None:
     """Who leaves in the middle is aborted, and nothing is left of it."""
 
-    async def read_some(task_status: trio.TaskStatus[None]) -> None:
+    async def read_some(begun: trio.Event) -> None:
         async with llm.stream(request("crowd", 1_000_000)) as deltas:
             async for _ in deltas:
-                task_status.started()
+                begun.set()
                 await trio.sleep_forever()
 
     async with trio.open_nursery() as nursery:
         for _ in range(CROWD):
-            await nursery.start(read_some)
+            begun = trio.Event()
+            nursery.start_soon(read_some, begun)
+            await begun.wait()
         nursery.cancel_scope.cancel()
     await eventually("all to be aborted", lambda: Log(mock).aborted == CROWD)
     expect("requests left", 0, Log(mock).started - Log(mock).finished - Log(mock).aborted)

@@ -263,7 +263,7 @@ async def test_a_shutdown_does_not_wait_for_a_stuck_frontend(
 
     monkeypatch.setattr(EngineLoop, "_send_late", noticed)
     serving = Serving(options_for(folder))
-    async with trio.open_nursery() as nursery, open_context() as context:
+    async with open_context() as context, trio.open_nursery() as nursery:
         frontend = RawFrontend.bind(context, folder)
         nursery.start_soon(serving.run)
         engine_id, _ = await frontend.handshake.receive()

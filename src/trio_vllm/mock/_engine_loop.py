@@ -152,23 +152,28 @@ class EngineLoop:
 
     async def run(self) -> None:
         """Handle what arrives and make steps, until a shutdown is complete."""
-        engine = self.engine
-        while True:
+        await trio.lowlevel.checkpoint()
+        while not (self._is_ending and self._is_idle):
             end = clock() + SLICE
             is_time_left = self._handle_arrivals(end)
-            if is_time_left and engine.has_work:
+            if is_time_left and self.engine.has_work:
                 self._make_steps(end)
             self._after_slice()
-            if self._late:
-                await self._send_late()
-            elif not is_time_left:
-                await trio.lowlevel.checkpoint()
-            elif engine.has_work:
-                await self._wait_for_next_step()
-            elif self._is_ending and not engine.has_unfinished:
-                return
-            else:
-                (await self._inbox.receive())()
+            await self._let_others_run(is_time_left)
+
+    @property
+    def _is_idle(self) -> bool:
+        return not (self._late or self.engine.has_work or self.engine.has_unfinished)
+
+    async def _let_others_run(self, is_time_left: bool) -> None:
+        if self._late:
+            await self._send_late()
+        elif not is_time_left or (self._is_ending and self._is_idle):
+            await trio.lowlevel.checkpoint()
+        elif self.engine.has_work:
+            await self._wait_for_next_step()
+        else:
+            (await self._inbox.receive())()
 
     def _handle_arrivals(self, end: float) -> bool:
         """Handle what is in the inbox; False if time is up before all is handled."""

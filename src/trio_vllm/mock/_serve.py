@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -87,7 +88,7 @@ async def serve_mock_engines(
       Ends the engines at once; their requests are neither drained nor aborted.
     """
     shutdown = trio.Event() if shutdown is None else shutdown
-    service = _Service(config, options, shutdown, task_status)
+    service = _Service(config, options, shutdown, on_joined=lambda: task_status.started())
     await service.run()
     return service.summary
 
@@ -99,7 +100,7 @@ class _Service:
     _config: MockEngineConfig
     _options: ServeOptions
     _shutdown: trio.Event
-    _task_status: trio.TaskStatus[None]
+    _on_joined: Callable[[], None]
     summary: Summary = attrs.field(factory=Summary, init=False)
     _lockstep: Lockstep = attrs.field(factory=Lockstep, init=False)
     _missing: set[int] = attrs.field(init=False)
@@ -122,6 +123,7 @@ class _Service:
             raise self._failure
 
     async def _guard(self, engine_index: int, all_engines: trio.CancelScope) -> None:
+        await trio.lowlevel.checkpoint()
         try:
             await self._run_engine(engine_index)
         except Exception as error:  # whatever it is: half of the engines is worse than none
@@ -131,6 +133,7 @@ class _Service:
 
     async def _run_engine(self, engine_index: int) -> None:
         """Serve one frontend after the other."""
+        await trio.lowlevel.checkpoint()
         while not self._shutdown.is_set():
             try:
                 gone = await self._serve_frontend(engine_index)
@@ -180,6 +183,7 @@ class _Service:
 
     async def _report(self, engine_index: int, life: _Life) -> None:
         """Task: say from time to time that there is no frontend."""
+        await trio.lowlevel.checkpoint()
         while life.loop is None:
             await trio.sleep(REPORT_INTERVAL)
             if engine_index == min(self._missing, default=None) and life.loop is None:
@@ -222,7 +226,7 @@ class _Service:
         if engine_index in self._missing:
             self._missing.discard(engine_index)
             if not self._missing:
-                self._task_status.started()
+                self._on_joined()
 
     def _after_slice(self, engine: MockEngine) -> None:
         if entries := engine.journal.take():
