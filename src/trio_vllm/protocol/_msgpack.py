@@ -20,11 +20,12 @@ RAW_VIEW = 3
 
 # The decoder ignores what follows the first object. So the payload is decoded as the first of two
 # array elements, the second being a mark: if anything stands between them, or if the payload ends
-# early, the second element is not the mark. A payload that happens to end like the one mark (a call
-# id can) gets the other.
+# early, the second element is not the mark. A payload that holds the one mark itself (a call id can)
+# gets the other; one that holds both was made to deceive us.
 _PAIR = b"\x92"
-_MARK, _OTHER_MARK = 0x9D1C77A35E02B4F1, 0xC3A54E960B7D182F
-_MARK_BYTES, _OTHER_MARK_BYTES = (b"\xcf" + m.to_bytes(8, "big") for m in (_MARK, _OTHER_MARK))
+_MARKS = tuple(
+    (mark, b"\xcf" + mark.to_bytes(8, "big")) for mark in (0x9D1C77A35E02B4F1, 0xC3A54E960B7D182F)
+)
 
 
 def pack(raw: object) -> bytes:
@@ -46,15 +47,9 @@ def unpack(payload: Buffer) -> Any:
     Raises `FormError` if the bytes are not exactly one object, nest too deeply, or hold an
     extension type other than the raw view.
     """
-    mark, mark_bytes = _MARK, _MARK_BYTES
-    if payload[-9:] == _MARK_BYTES:
-        mark, mark_bytes = _OTHER_MARK, _OTHER_MARK_BYTES
+    pair, mark = _marked(payload)
     try:
-        raw, end = ormsgpack.unpackb(
-            b"".join((_PAIR, payload, mark_bytes)),
-            ext_hook=_extension,
-            option=ormsgpack.OPT_NON_STR_KEYS,
-        )
+        raw, end = ormsgpack.unpackb(pair, ext_hook=_extension, option=ormsgpack.OPT_NON_STR_KEYS)
     except ValueError as error:
         reason = f"not MessagePack: {error}"
         if "ext_hook" in str(error):  # all that the decoder lets through of our refusal
@@ -63,6 +58,15 @@ def unpack(payload: Buffer) -> Any:
     if end != mark:
         raise FormError("bytes follow the end of the payload")
     return raw
+
+
+def _marked(payload: Buffer) -> tuple[bytes, int]:
+    """The pair of the payload and a mark that is not in it, and that mark."""
+    for mark, mark_bytes in _MARKS:
+        pair = b"".join((_PAIR, payload, mark_bytes))
+        if pair.find(mark_bytes) == len(pair) - len(mark_bytes):
+            return pair, mark
+    raise FormError("holds the marks that show where a payload ends")
 
 
 def _extension(code: int, data: bytes) -> memoryview:
