@@ -61,6 +61,8 @@ _NUMPY_DTYPES = {
 
 _SHAPE = list_of(integer(0, 2**40, "a length"))
 _MAX_DIMENSIONS = 32
+_MAX_ITEMS = 2**59
+"""What numpy takes for 8-byte numbers, even if a length of 0 leaves none."""
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -129,6 +131,8 @@ def _open(
         raise error.within(".shape") from None
     if len(shape) > _MAX_DIMENSIONS:
         raise FormError(f"has {len(shape)} dimensions").within(".shape")
+    if math.prod(length or 1 for length in shape) > _MAX_ITEMS:
+        raise FormError(f"is impossible: {shape}").within(".shape")
     data = _find(data, frames)
     if len(data) != math.prod(shape) * dtypes[name].itemsize:
         raise FormError(f"shape {shape} of {name} does not fit {len(data)} bytes")
@@ -170,10 +174,7 @@ def _tensor_values(name: str, shape: list[int], data: Buffer) -> Array:
 
 def _decode_numpy(raw: Any, frames: Frames) -> Array:
     name, shape, data = _open(raw, frames, _NUMPY_DTYPES)
-    try:
-        return _values(_NUMPY_DTYPES[name], shape, data)
-    except ValueError as error:
-        raise FormError(f"shape {shape} is impossible: {error}") from None
+    return _values(_NUMPY_DTYPES[name], shape, data)
 
 
 def _decode_tensor(raw: Any, frames: Frames) -> Tensor:
@@ -182,11 +183,7 @@ def _decode_tensor(raw: Any, frames: Frames) -> Tensor:
 
 
 def _decode_tensor_as_numpy(raw: Any, frames: Frames) -> Array:
-    name, shape, data = _open(raw, frames, _TORCH_DTYPES)
-    try:
-        return _tensor_values(name, shape, data)
-    except ValueError as error:
-        raise FormError(f"shape {shape} is impossible: {error}") from None
+    return _tensor_values(*_open(raw, frames, _TORCH_DTYPES))
 
 
 # Writing ----------------------------------------------------------------------------------------
