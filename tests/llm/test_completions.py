@@ -104,6 +104,18 @@ async def test_a_stream_delivers_each_completion_on_its_own() -> None:
         world.assert_tidy()
 
 
+async def test_a_slow_caller_hears_of_all_completions_in_turn() -> None:
+    async with open_llm_world() as world:
+        async with world.llm.stream(make_prompt(n=3)) as stream:
+            ids = [request.request_id for request in world.engine.requests()]
+            heard = []
+            for token in range(7):
+                await world.engine.send(*[make_output([token], child) for child in ids])
+                heard.append((await anext(stream)).index)
+
+    assert [0, 1, 2, 0, 1, 2, 0] == heard
+
+
 async def test_if_one_fails_the_others_are_aborted() -> None:
     async with open_llm_world() as world:
         outcome = await world.start(lambda: world.llm.generate(make_prompt(n=3)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import trio
@@ -17,18 +18,27 @@ class Generation:
 
     def __init__(self, collectors: Sequence[Collector], waker: Waker) -> None:
         self.collectors = collectors
+        self._turns = deque(collectors)
         self._waker = waker
 
     async def wait_due(self) -> Collector | None:
         """Wait until some completion has a delivery; None when all have ended."""
         await self._wait_for_news()
         while True:
-            if due := next((c for c in self.collectors if c.is_due), None):
+            if due := self._next_due():
                 return due
             self._raise_error()
             if self._has_ended():
                 return None
             await self._waker.wait()
+
+    def _next_due(self) -> Collector | None:
+        """One completion after the other: with a slow caller the first might always be due."""
+        for number, collector in enumerate(self._turns, start=1):
+            if collector.is_due:
+                self._turns.rotate(-number)
+                return collector
+        return None
 
     async def wait_ended(self) -> None:
         """Wait for the ends of all completions."""
