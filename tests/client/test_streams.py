@@ -70,7 +70,7 @@ async def test_outputs_come_in_order_and_the_stream_ends_after_the_last() -> Non
         assert [] == world.engine.aborts()
 
 
-async def test_a_reader_waits_for_the_nextmake_output() -> None:
+async def test_a_reader_waits_for_the_next_output() -> None:
     async with open_world() as world:
         async with world.client.call(make_request()) as stream:
             async with trio.open_nursery() as nursery:

@@ -421,6 +421,15 @@ async def test_profile_that_did_not_start(autojump_clock: trio.testing.MockClock
         await client.start_profile()
 
 
+async def test_profile_that_was_not_sent(autojump_clock: trio.testing.MockClock) -> None:
+    async with scripted_engines({"profile": None}) as (client, engines):
+        with pytest.raises(TypeError):
+            await client.start_profile(profiler_kwargs={"a": object()})
+        await client.start_profile()
+
+    assert 1 == len(engines.calls[0])
+
+
 # What is not sent -------------------------------------------------------------------------------
 
 

@@ -240,6 +240,9 @@ class UtilityMethods(WeightMethods):
         except UtilityCallFailedError as error:
             self._is_profiling = bool(error.succeeded)
             raise
+        except TypeError:  # nothing was sent
+            self._is_profiling = False
+            raise
 
     async def stop_profile(
         self, prefix: str | None = None, *, timeout: float = UTILITY_TIMEOUT
