@@ -132,6 +132,15 @@ async def test_several_messages_of_one_engine(rig: Rig) -> None:
     assert [0] == rig.losses
 
 
+async def test_engine_whose_connection_is_not_known(rig: Rig) -> None:
+    rig.accept(12)
+    rig.connections.watch(0, None)
+    rig.disconnect(12)
+    await wait_all_tasks_blocked()
+
+    assert [] == rig.losses
+
+
 async def test_loss_of_somebody(rig: Rig) -> None:
     """Who never said who he is, is missed by nobody."""
     for descriptor in (12, 13):

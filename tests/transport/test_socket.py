@@ -258,7 +258,7 @@ async def test_descriptor_tells_connections_apart(
 ) -> None:
     router = context.socket(SocketType.ROUTER)
     address = router.bind(ANY_PORT if scheme == "tcp" else f"ipc://{tmp_path}/socket")
-    descriptors: dict[bytes, set[int]] = {b"a": set(), b"b": set()}
+    descriptors: dict[bytes, set[int | None]] = {b"a": set(), b"b": set()}
     for identity in descriptors:
         dealer = context.socket(SocketType.DEALER, identity=identity)
         dealer.connect(address)
@@ -271,6 +271,18 @@ async def test_descriptor_tells_connections_apart(
 
     assert [1, 1] == [len(found) for found in descriptors.values()]
     assert 2 == len(set.union(*descriptors.values()))
+
+
+async def test_peer_of_an_old_protocol_has_no_descriptor(context: ZmqContext) -> None:
+    """Junk on an open port may pass for ZMTP 1.0, as this does."""
+    router = context.socket(SocketType.ROUTER)
+    host, port = router.bind(ANY_PORT).removeprefix("tcp://").split(":")
+    async with await trio.open_tcp_stream(host, int(port)) as stream:
+        await stream.send_all(b"\x02\x00a" + b"\x06\x00hello")
+
+        received = await router.receive_with_descriptor()
+
+    assert ([b"a", b"hello"], None) == received
 
 
 def test_ctrl_c_in_the_middle_of_a_message_does_not_split_it(

@@ -33,8 +33,13 @@ class EngineConnections(trio.abc.ReceiveChannel[int]):
         self._take_pending()
         return len(self._open - self._engine_of.keys())
 
-    def watch(self, engine_index: int | None, descriptor: int) -> None:
-        """A message came by this connection; from an engine, or from we do not know whom."""
+    def watch(self, engine_index: int | None, descriptor: int | None) -> None:
+        """A message came by this connection; from an engine, or from we do not know whom.
+
+        If we do not know the connection, its loss will not be noticed.
+        """
+        if descriptor is None:
+            return
         self._take_pending()
         previous = self._engine_of.get(descriptor)
         if descriptor in self._broken:

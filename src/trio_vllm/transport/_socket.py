@@ -149,13 +149,14 @@ class ZmqSocket:
             return batch
         raise trio.WouldBlock
 
-    async def receive_with_descriptor(self) -> tuple[Frames, int]:
+    async def receive_with_descriptor(self) -> tuple[Frames, int | None]:
         """Wait for one message; return it and the descriptor of the connection it came by.
 
         The monitor names this descriptor when the connection is lost. After that it may be used
-        again for another connection.
+        again for another connection. It is None for a peer that speaks a version of the protocol
+        from before 2013; so can whatever sends junk to an open port be understood.
         """
-        descriptors: list[int] = []
+        descriptors: list[int | None] = []
         (frames,) = await self._attempt_until(RECEIVABLE, lambda: self._take(1, descriptors))
         return frames, descriptors[-1]
 
@@ -228,7 +229,7 @@ class ZmqSocket:
                 scope.cancel()
 
     @trio.lowlevel.enable_ki_protection
-    def _take(self, limit: int, descriptors: list[int] | None = None) -> list[Frames]:
+    def _take(self, limit: int, descriptors: list[int | None] | None = None) -> list[Frames]:
         """Take up to ``limit`` messages that are there."""
         batch: list[Frames] = []
         receive = self._raw.recv
@@ -240,7 +241,7 @@ class ZmqSocket:
             except zmq.ZMQError as error:
                 raise translated(error, "cannot receive") from error
             if descriptors is not None:
-                descriptors.append(int(frame.get(zmq.SRCFD)))
+                descriptors.append(_descriptor_of(frame))
             frames = [frame.bytes]
             while frame.more:  # free, where asking the socket costs twice a receive
                 frame = receive(copy=False)  # cannot block: messages arrive whole
@@ -278,6 +279,13 @@ class ZmqSocket:
                 raise PeerGoneError(bytes(frames[0])) from error
             raise translated(error, "cannot send") from error
         return True
+
+
+def _descriptor_of(frame: zmq.Frame) -> int | None:
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return None  # nothing but the bytes came by ZMTP 1 and 2
 
 
 def _must_copy(frame: bytes | memoryview) -> bool:
