@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 
 import trio
 
 from trio_vllm._background import running
+from trio_vllm.cli._guard import guarding
 from trio_vllm.cli._own_engines import EnginesEndedError
+from trio_vllm.cli._process_end import end_in_words
 
 GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL: what an engine takes for its own cleanup."""
@@ -39,6 +41,8 @@ async def engine_process(
 ) -> AsyncIterator[None]:
     """Run ``command`` while the block runs, then end it and all of its group.
 
+    That is so even if this process is killed.
+
     Args:
       command: The program and its arguments. It gets a session of its own: Ctrl-C does not reach
         it, and all that it starts can be ended with it.
@@ -63,16 +67,18 @@ async def engine_process(
     async def watch() -> None:
         on_end(await process.wait())
 
-    async with running(process.pump_log, watch):
-        grace = GRACE
-        try:
-            yield
-        except trio.Cancelled:
-            grace = HURRIED_GRACE
-            raise
-        finally:
-            with trio.move_on_after(grace + VANISHING_TIME, shield=True):
-                await process.end(grace)
+    with ExitStack() as until_its_end:
+        async with running(process.pump_log, watch):
+            grace = GRACE
+            try:
+                until_its_end.enter_context(guarding(raw.pid))
+                yield
+            except trio.Cancelled:
+                grace = HURRIED_GRACE
+                raise
+            finally:
+                with trio.move_on_after(grace + VANISHING_TIME, shield=True):
+                    await process.end(grace)
 
 
 class _EngineProcess:
@@ -108,7 +114,7 @@ class _EngineProcess:
         exit_code = await self._process.wait()
         with trio.move_on_after(LOG_DELAY):
             await self._log_ended.wait()
-        how = f"ended with {exit_code}" if exit_code >= 0 else f"died of {_name(-exit_code)}"
+        how = end_in_words(exit_code)
         return f"the engine command {how}" + (f": {self._last_line}" if self._last_line else "")
 
     async def end(self, grace: float) -> None:
@@ -126,10 +132,3 @@ class _EngineProcess:
         except ProcessLookupError:
             return False
         return True
-
-
-def _name(signal_number: int) -> str:
-    try:
-        return signal.Signals(signal_number).name
-    except ValueError:  # a real-time signal
-        return f"signal {signal_number}"
