@@ -10,21 +10,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import attrs
-from cyclopts import ArgumentCollection, Group, Parameter
+from cyclopts import CycloptsError, Group, Parameter
 from cyclopts.validators import Number
 
 MAX_ENGINES = 2**16
 
 
-def _check_last_index(arguments: ArgumentCollection) -> None:
-    """Refuse, by `ValueError`, engines whose indices would not all fit two bytes."""
-    given = {argument.name: argument.value for argument in arguments if argument.has_tokens}
-    last = given.get("--engine-start-index", 0) + given.get("--engine-count", 1) - 1
-    if last >= MAX_ENGINES:
-        raise ValueError(f"The last engine's index would be {last}, and {MAX_ENGINES - 1} at most.")
-
-
-ENGINES = Group("Engines", sort_key=0, validator=_check_last_index)
+ENGINES = Group("Engines", sort_key=0)
 TOKENS = Group("Tokens", sort_key=1)
 FIGURES = Group("What the engines say of themselves", sort_key=2)
 LIFE = Group("Life", sort_key=3)
@@ -61,7 +53,9 @@ class MockOptions:
     )
     """Where the frontend waits for engines, or will wait."""
     engine_count: Annotated[int, _number(1, MAX_ENGINES)] = 1
-    """How many engines this process runs."""
+    """How many engines there are."""
+    processes: Annotated[int, _number(1, MAX_ENGINES)] = 1
+    """How many processes they are spread over, since one can use no more than one core."""
     engine_start_index: Annotated[int, _number(0, MAX_ENGINES - 1)] = 0
     """The index of the first one; with 4, a second host adds engines to the four of the first."""
     config: Path | None = None
@@ -122,3 +116,24 @@ class MockOptions:
     shutdown_timeout: Annotated[float, Parameter(group=LIFE, validator=_check_seconds)] = 0.0
     """Seconds that requests may take to end after SIGINT or SIGTERM; then they are aborted. A
     second signal ends all at once."""
+
+
+def check_together(options: MockOptions = MockOptions()) -> None:
+    """Refuse, by `CycloptsError`, options that make sense one by one, but not together."""
+    last = options.engine_start_index + options.engine_count - 1
+    if last >= MAX_ENGINES:
+        reason = f"The last engine's index would be {last}, and {MAX_ENGINES - 1} at most."
+    elif options.processes > options.engine_count:
+        reason = f"--processes {options.processes} is more than --engine-count."
+    elif options.processes > 1 and options.lockstep:
+        reason = "--lockstep takes --processes 1: engines agree on a wave only within a process."
+    else:
+        return
+    raise CycloptsError(msg=reason)
+
+
+def engines_in_words(options: MockOptions) -> str:
+    """Name the engines."""
+    first = options.engine_start_index
+    last = first + options.engine_count - 1
+    return f"engine {first}" if first == last else f"engines {first} to {last}"

@@ -2,42 +2,51 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-import math
 import signal
 import sys
 import traceback
+from typing import TYPE_CHECKING
 
 import trio
 
 from trio_vllm._background import running
 from trio_vllm.cli._mock_options import MockOptions
-from trio_vllm.mock import MockEngineConfig, ServeOptions, Summary, serve_mock_engines
+
+if TYPE_CHECKING:  # several processes come up faster if this one leaves the engines to them
+    from trio_vllm.mock import Summary
 
 FAILED = 1
 
 
 async def run_mock_engines(options: MockOptions) -> int:
     """Run them until a signal stops them; gives the exit code."""
+    set_up_log()
+    await trio.lowlevel.checkpoint()
+    try:
+        summary = await _until_stopped(options)
+    except Exception as error:
+        print(f"mock-engine: {told(error, options)}", file=sys.stderr, flush=True)
+        return FAILED
+    if summary is not None:
+        logging.getLogger("trio_vllm.mock").info("%s", _line(summary))
+    return 0
+
+
+def set_up_log() -> None:
+    """Log to standard error; one write per line, so those of several processes do not mix."""
     logging.basicConfig(
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(message)s",
         level=logging.INFO,
     )
-    # What has been imported stays; and cycles, which the collector is for, are rare here.
-    gc.freeze()
-    gc.set_threshold(100_000, 20, 100)
-    try:
-        summary = await _until_stopped(options)
-    except Exception as error:
-        if options.debug:
-            traceback.print_exc()
-        print(f"mock-engine: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        return FAILED
-    if summary is not None:
-        logging.getLogger("trio_vllm.mock").info("%s", _line(summary))
-    return 0
+
+
+def told(error: Exception, options: MockOptions) -> str:
+    """Tell of a failure in one line, after its traceback if that is wanted."""
+    if options.debug:
+        traceback.print_exception(error)
+    return " ".join(str(error).split())
 
 
 async def _until_stopped(options: MockOptions) -> Summary | None:
@@ -54,45 +63,18 @@ async def _until_stopped(options: MockOptions) -> Summary | None:
 
         with trio.CancelScope() as scope:
             async with running(watch):
-                summary = await serve_mock_engines(
-                    _config(options), _serve_options(options), shutdown=shutdown
-                )
+                summary = await _serve(options, shutdown)
     return summary
 
 
-def _config(options: MockOptions) -> MockEngineConfig:
-    return MockEngineConfig(
-        vocab_size=options.vocab_size,
-        seed=options.seed,
-        output_token_chunk_size=options.output_token_chunk_size,
-        stop_at_eos=options.stop_at_eos,
-        embedding_size=options.embedding_size,
-        log_requests=options.log_requests,
-        max_model_len=options.max_model_len,
-        num_gpu_blocks=options.num_gpu_blocks,
-        block_size=options.block_size,
-        kv_cache_size_tokens=options.kv_cache_size_tokens,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        dtype=options.dtype,
-        vllm_version=options.vllm_version,
-        instance_id=options.instance_id,
-        max_loras=options.max_loras,
-        supported_tasks=tuple(options.supported_tasks.split(",")),
-        lockstep=options.lockstep,
-    )
+async def _serve(options: MockOptions, shutdown: trio.Event) -> Summary:
+    if options.processes > 1:
+        from trio_vllm.cli._mock_processes import serve_in_processes
 
+        return await serve_in_processes(options, shutdown=shutdown)
+    from trio_vllm.cli._mock_serve import serve_here
 
-def _serve_options(options: MockOptions) -> ServeOptions:
-    return ServeOptions(
-        handshake_address=options.handshake_address,
-        start_index=options.engine_start_index,
-        engine_count=options.engine_count,
-        step_interval=options.step_interval,
-        reconnect=options.reconnect,
-        startup_timeout=math.inf if options.startup_timeout is None else options.startup_timeout,
-        shutdown_timeout=options.shutdown_timeout,
-    )
+    return await serve_here(options, shutdown=shutdown)
 
 
 def _line(summary: Summary) -> str:

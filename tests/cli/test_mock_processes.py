@@ -1,0 +1,362 @@
+"""``mock-engine --processes``: the same engines, and they live and die together."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from tests.cli.test_mock_engine import TIMEOUT, end, mock_engine, owner, parsed, refused
+from tests.cli.test_spawn import is_alive
+
+from trio_vllm import (
+    EngineCoreClient,
+    EngineCoreRequest,
+    FinishReason,
+    OutputStream,
+    SamplingParams,
+    open_client,
+)
+from trio_vllm.cli import _mock_processes
+from trio_vllm.cli._mock_options import MockOptions, engines_in_words
+from trio_vllm.cli._mock_processes import WorkerEndedError, serve_in_processes, shares
+
+SUMMARY = re.compile(r"(?m)^\S+ \S+ INFO summary: (.*) tokens_per_second=\d+ (.*)$")
+
+
+def request_for(request_id: str, engine: int, max_tokens: int) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=[1, 2],
+        sampling_params=SamplingParams(max_tokens=max_tokens),
+        data_parallel_rank=engine,
+    )
+
+
+async def tokens_of(
+    client: EngineCoreClient, request_id: str, engine: int, max_tokens: int = 5
+) -> list[int]:
+    """What an engine generates."""
+    tokens: list[int] = []
+    async with client.call(request_for(request_id, engine, max_tokens)) as outputs:
+        async for delivered in outputs:
+            tokens += delivered.output.new_token_ids
+    return tokens
+
+
+@asynccontextmanager
+async def begun(
+    client: EngineCoreClient, engine: int, max_tokens: int
+) -> AsyncIterator[OutputStream]:
+    """A request that is being served."""
+    async with client.call(request_for(f"request of {engine}", engine, max_tokens)) as outputs:
+        await anext(outputs)
+        yield outputs
+
+
+@contextmanager
+def started(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process whose log can be read."""
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@asynccontextmanager
+async def serving(
+    address: str, processes: int, *tokens: str, engines: int = 3
+) -> AsyncIterator[tuple[subprocess.Popen[str], EngineCoreClient]]:
+    """The command, and a frontend that all its engines have joined."""
+    count = ("--engine-count", str(engines), "--processes", str(processes))
+    with mock_engine("--handshake-address", address, *count, *tokens) as process:
+        async with open_client(owner(address, engines)) as client:
+            yield process, client
+
+
+async def ended(process: subprocess.Popen[str], *signals: int) -> tuple[int, str]:
+    """Exit code and log, after signals."""
+    return await trio.to_thread.run_sync(end, process, *signals)
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[int]:
+    """The processes that it has started."""
+    tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
+    return sorted(int(pid) for task in tasks for pid in task.read_text().split())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with trio.fail_after(TIMEOUT):
+        while not condition():  # noqa: ASYNC110  (nobody tells of processes that are not ours)
+            await trio.sleep(0.01)
+
+
+# What they are ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("start", "count", "processes", "expected"),
+    [
+        (0, 4, 2, ["engines 0 to 1", "engines 2 to 3"]),
+        (4, 5, 2, ["engines 4 to 6", "engines 7 to 8"]),
+        (0, 3, 3, ["engine 0", "engine 1", "engine 2"]),
+        (0, 7, 3, ["engines 0 to 2", "engines 3 to 4", "engines 5 to 6"]),
+    ],
+)
+def test_engines_are_spread_evenly(
+    start: int, count: int, processes: int, expected: list[str]
+) -> None:
+    """Neighbours stay together; all else is the same for all."""
+    options = MockOptions(
+        engine_start_index=start, engine_count=count, processes=processes, seed=7, max_loras=2
+    )
+
+    found = list(shares(options))
+
+    assert expected == [engines_in_words(share) for share in found]
+    assert {(7, 2, 1)} == {(share.seed, share.max_loras, share.processes) for share in found}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [
+        (["--processes", "2"], "--processes 2 is more than --engine-count"),
+        (["--processes", "5", "--engine-count", "4"], "--processes 5 is more than --engine-count"),
+        (["--processes", "0"], "--processes"),
+        (["--processes", "2", "--engine-count", "2", "--lockstep"], "--lockstep"),
+    ],
+)
+def test_wrong_usage(
+    capsys: pytest.CaptureFixture[str], tokens: Sequence[str], reason: str
+) -> None:
+    """Is refused before anything is started."""
+    assert reason in refused(capsys, *tokens)
+
+
+def test_one_process_may_be_in_lockstep() -> None:
+    """And as many processes as engines are not too many."""
+    assert parsed("--engine-count", "2", "--lockstep").lockstep
+    assert 2 == parsed("--engine-count", "2", "--processes", "2").processes
+
+
+async def test_the_same_tokens_from_any_number_of_processes(address: str) -> None:
+    """Every engine is there once, under its index, and in a process that was asked for."""
+    found = []
+    for processes in (1, 2, 3):
+        async with serving(address, processes, "--seed", "7") as (process, client):
+            assert (0 if processes == 1 else processes) == len(workers_of(process))
+            found.append([await tokens_of(client, "a", engine) for engine in range(3)])
+            code, _ = await ended(process, signal.SIGINT)
+            assert 0 == code
+
+    assert 3 == len({tuple(tokens) for tokens in found[0]})
+    assert found[0] == found[1] == found[2]
+
+
+async def test_workers_get_the_options_and_nothing_else(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the environment is read again, nor the folder searched for modules."""
+    file = tmp_path / "mock.toml"
+    file.write_text("processes = 3\nengine-start-index = 2\nvocab-size = 1\nlog-requests = true\n")
+    (tmp_path / "trio.py").write_text("raise ImportError")
+    monkeypatch.setenv("MOCK_ENGINE_CONFIG", str(file))
+    monkeypatch.setenv("MOCK_ENGINE_PROCESSES", "2")
+    monkeypatch.setenv("MOCK_ENGINE_ENGINE_START_INDEX", "0")
+    command = [sys.executable, "-P", "-c", "from trio_vllm.cli import mock_engine; mock_engine()"]
+    tokens = ["--handshake-address", address, "--engine-count", "2"]
+    with started([*command, *tokens], cwd=tmp_path) as process:
+        async with open_client(owner(address, 2)) as client:
+            assert 2 == len(workers_of(process))
+            assert [0, 0, 0] == await tokens_of(client, "a", 0, 3)
+            assert [0, 0, 0] == await tokens_of(client, "b", 1, 3)
+            exit_code, log = await ended(process, signal.SIGINT)
+
+    assert 0 == exit_code
+    assert "engine 1: request finished request_id=b" in log
+
+
+# How they end -----------------------------------------------------------------------------------
+
+
+async def test_a_signal_ends_all_with_one_summary(address: str) -> None:
+    """Its counts are the sums, and log lines are whole."""
+    async with serving(address, 2, "--log-requests") as (process, client):
+        workers = workers_of(process)
+        async with trio.open_nursery() as nursery:
+            for number in range(30):
+                nursery.start_soon(tokens_of, client, f"r{number}", number % 3)
+        code, log = await ended(process, signal.SIGINT)
+
+    assert 0 == code
+    assert [("requests=30 tokens=150", "finished=30 aborted=0 errors=0")] == SUMMARY.findall(log)
+    assert all(re.match(r"\d{4}-\d\d-\d\d \S+ INFO ", line) for line in log.splitlines())
+    for engine in range(3):
+        assert 10 == len(re.findall(f"(?m)INFO engine {engine}: request finished .*length$", log))
+    assert not any(map(is_alive, workers))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_for_the_whole_group(address: str, number: signal.Signals) -> None:
+    """As from Ctrl-C; even the youngest worker leaves it to its parent."""
+    tokens = ("--handshake-address", address, "--engine-count", "2", "--processes", "2")
+    command = [sys.executable, "-m", "trio_vllm", "mock-engine", *tokens]
+    with started(command, start_new_session=True) as process:
+        assert process.stderr is not None
+        assert "engine 0: in process" in process.stderr.readline()
+        assert "engine 1: in process" in process.stderr.readline()
+        os.killpg(process.pid, number)
+        code, log = end(process)
+
+    assert 0 == code
+    assert 1 == len(SUMMARY.findall(log))
+    assert "Traceback" not in log
+
+
+async def test_workers_leave_signals_to_their_parent(address: str) -> None:
+    """They go on."""
+    async with serving(address, 2) as (process, client):
+        for worker in workers_of(process):
+            os.kill(worker, signal.SIGINT)
+            os.kill(worker, signal.SIGTERM)
+        for engine in range(3):
+            assert 5 == len(await tokens_of(client, f"r{engine}", engine))
+        code, _ = await ended(process, signal.SIGTERM)
+
+    assert 0 == code
+
+
+async def test_requests_may_end_first(address: str) -> None:
+    """A closed pipe asks for what a signal does to one process."""
+    life = ("--step-interval", "0.01", "--shutdown-timeout", "60")
+    async with serving(address, 2, *life) as (process, client):
+        async with begun(client, 0, 50) as first, begun(client, 2, 50) as last:
+            code, log = await ended(process, signal.SIGTERM)
+            for outputs in (first, last):
+                *_, final = [delivered.output async for delivered in outputs]
+                assert FinishReason.LENGTH is final.finish_reason
+
+    assert 0 == code
+    assert [("requests=2 tokens=100", "finished=2 aborted=0 errors=0")] == SUMMARY.findall(log)
+
+
+async def test_a_second_signal_ends_all_at_once(address: str) -> None:
+    """Nothing is waited for, so there is no summary."""
+    life = ("--step-interval", "0.01", "--shutdown-timeout", "600")
+    async with serving(address, 2, *life) as (process, client):
+        workers = workers_of(process)
+        async with begun(client, 0, 1_000_000):
+            process.send_signal(signal.SIGINT)
+            # That the worker without requests ends tells that the first signal has come.
+            await until(lambda: not all(map(is_alive, workers)))
+            assert any(map(is_alive, workers))
+            code, log = await ended(process, signal.SIGINT)
+
+    assert 0 == code
+    assert [] == SUMMARY.findall(log)
+    assert not any(map(is_alive, workers))
+
+
+async def test_a_worker_that_is_killed_ends_all(address: str) -> None:
+    """One line says which engines that were, and what of."""
+    async with serving(address, 2) as (process, _):
+        workers = workers_of(process)
+        os.kill(workers[1], signal.SIGKILL)
+        code, log = await ended(process)
+
+    assert 1 == code
+    assert "mock-engine: the process of engine 2 died of SIGKILL" == log.splitlines()[-1]
+    assert 1 == log.count("mock-engine: ")
+    assert not any(map(is_alive, workers))
+
+
+async def test_no_worker_survives_its_parent(address: str) -> None:
+    """However that has ended, and whatever they are doing."""
+    async with serving(address, 2, "--step-interval", "0.01") as (process, client):
+        workers = workers_of(process)
+        async with begun(client, 0, 1_000_000):
+            assert [True, True] == [is_alive(worker) for worker in workers]
+            process.kill()
+            await until(lambda: not any(map(is_alive, workers)))
+        code, log = await ended(process)
+
+    assert -signal.SIGKILL == code
+    assert "Traceback" not in log
+
+
+async def test_the_failure_of_an_engine_ends_all(address: str) -> None:
+    """It is told as one process would tell it: which engine, and why."""
+    tokens = ("--handshake-address", address, "--engine-count", "3", "--no-reconnect")
+    with mock_engine(*tokens, "--processes", "2") as process:
+        async with open_client(owner(address, 3)) as client:
+            assert 5 == len(await tokens_of(client, "a", 2))
+        code, log = await ended(process)
+
+    assert 1 == code
+    last = log.splitlines()[-1]
+    assert re.fullmatch(r"mock-engine: engine [012] is dead: the frontend has gone \(.*\)", last)
+    assert 1 == log.count("mock-engine: ")
+
+
+def options_for(address: str, **options: object) -> MockOptions:
+    return MockOptions(handshake_address=address, engine_count=3, processes=2, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_ending", [False, True])
+async def test_a_worker_that_does_not_get_to_its_engines(
+    address: str, monkeypatch: pytest.MonkeyPatch, is_ending: bool
+) -> None:
+    """Has failed, also if it was to end anyway."""
+    monkeypatch.setattr(_mock_processes, "WORKER", "trio_vllm.cli.no_such_module")
+    shutdown = trio.Event()
+    if is_ending:
+        shutdown.set()
+
+    with pytest.raises(WorkerEndedError, match=r"the process of engines? [0-9 to]+ ended with 1"):
+        await serve_in_processes(options_for(address), shutdown=shutdown)
+
+
+async def test_a_worker_that_cannot_be_started(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Has failed; signals get through again."""
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    reason = "cannot start the process of engines 0 to 1: No such file or directory"
+
+    with pytest.raises(WorkerEndedError, match=reason):
+        await serve_in_processes(options_for(address), shutdown=trio.Event())
+
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGINT, signal.SIGTERM}
+
+
+async def test_a_worker_that_does_not_end_is_killed(
+    address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When its time is over."""
+    caplog.set_level("INFO", "trio_vllm.mock")
+    monkeypatch.setattr(_mock_processes, "GRACE", 0.1)
+    shutdown = trio.Event()
+    workers: list[int] = []
+    async with trio.open_nursery() as nursery:
+
+        async def freeze() -> None:
+            async with open_client(owner(address, 3)):
+                workers.extend(map(int, re.findall(r"in process (\d+)", caplog.text)))
+                os.kill(workers[0], signal.SIGSTOP)
+                shutdown.set()
+                await until(lambda: not any(map(is_alive, workers)))
+
+        nursery.start_soon(freeze)
+        with pytest.raises(WorkerEndedError, match="the process of engines 0 to 1 did not end"):
+            await serve_in_processes(options_for(address), shutdown=shutdown)
+
+    assert 2 == len(workers)
