@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 import attrs
 import trio
 from tests.memory import MemoryReceiver, MemoryRouter, MemorySender, open_memory_connection
+from tests.ready import ready_response
 
 from trio_vllm._background import running
 from trio_vllm.client import EngineCoreClient
 from trio_vllm.protocol import (
-    EngineCoreReadyResponse,
     EngineId,
     UtilityCallOutput,
     UtilityOutput,
@@ -65,29 +65,6 @@ class ScriptedEngines:
                 output = UtilityOutput(request.call_id, failure_message=text)
             message = UtilityCallOutput(engine_index=engine_index, output=output)
             outputs.send_nowait(encode_outputs(message))
-
-
-def ready_response(engine_index: int = 0, **changes: Any) -> EngineCoreReadyResponse:
-    """What an engine registers with."""
-    values: dict[str, Any] = {
-        "max_model_len": 512,
-        "num_gpu_blocks": 100,
-        "block_size": 16,
-        "dtype": "float32",
-        "vllm_version": "0.33.0",
-        "world_size": 1,
-        "data_parallel_size": 1,
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "decode_context_parallel_size": 1,
-        "data_parallel_rank": engine_index,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 512,
-        "instance_id": "scripted",
-        "supports_lora": False,
-        "max_loras": 0,
-    }
-    return EngineCoreReadyResponse(**{**values, **changes})
 
 
 @asynccontextmanager

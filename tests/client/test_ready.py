@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from tests.client.scripted import ready_response
 from tests.client.world import make_request, open_world
+from tests.ready import ready_response
 
 from trio_vllm._errors import ClientClosedError, InvalidFieldError
 from trio_vllm.client import EngineFleet, HandshakeOwner, OutputStream, open_client

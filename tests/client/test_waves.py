@@ -10,9 +10,9 @@ import attrs
 import ormsgpack
 import pytest
 import trio
-from tests.client.scripted import ready_response
 from tests.client.world import make_request
 from tests.memory import MemoryReceiver, MemoryRouter, MemorySender, open_memory_connection
+from tests.ready import ready_response
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_vllm._errors import DecodeError

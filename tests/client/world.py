@@ -9,8 +9,8 @@ from typing import Any
 
 import attrs
 import trio
-from tests.client.scripted import ready_response
 from tests.memory import MemoryReceiver, MemoryRouter, MemorySender, open_memory_connection
+from tests.ready import ready_response
 from trio.testing import wait_all_tasks_blocked
 
 from trio_vllm.client import EngineCoreClient

@@ -8,11 +8,11 @@ import attrs
 import pytest
 from tests.protocol.comparing import unpacked
 from tests.protocol.packing import pack
+from tests.ready import ready_response
 
 from trio_vllm._errors import DecodeError
 from trio_vllm.protocol import (
     EngineAddresses,
-    EngineCoreReadyResponse,
     EngineId,
     FormError,
     HandshakeInit,
@@ -27,21 +27,8 @@ from trio_vllm.protocol import (
     encode_report,
 )
 
-READY = EngineCoreReadyResponse(
-    max_model_len=512,
-    num_gpu_blocks=1,
-    block_size=16,
+READY = ready_response(
     dtype="bfloat16",
-    vllm_version="0.33.0",
-    world_size=1,
-    data_parallel_size=1,
-    tensor_parallel_size=1,
-    pipeline_parallel_size=1,
-    decode_context_parallel_size=1,
-    data_parallel_rank=0,
-    max_num_seqs=8,
-    max_num_batched_tokens=64,
-    instance_id="i",
     supports_lora=True,
     max_loras=1,
     mamba_block_size=1,

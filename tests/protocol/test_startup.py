@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.ready import ready_response
 from tests.recorded import recording
 
 from trio_vllm.protocol import (
-    EngineCoreReadyResponse,
     EngineId,
     FrontendStartup,
     HandshakeReport,
@@ -24,33 +24,12 @@ HELLO = encode_report(HandshakeReport(status=HandshakeStatus.HELLO))
 READY = encode_report(HandshakeReport(status=HandshakeStatus.READY))
 
 
-def response(engine_index: int = 0) -> EngineCoreReadyResponse:
-    return EngineCoreReadyResponse(
-        max_model_len=512,
-        num_gpu_blocks=100,
-        block_size=16,
-        dtype="float32",
-        vllm_version="0.33.0",
-        world_size=1,
-        data_parallel_size=1,
-        tensor_parallel_size=1,
-        pipeline_parallel_size=1,
-        decode_context_parallel_size=1,
-        data_parallel_rank=engine_index,
-        max_num_seqs=8,
-        max_num_batched_tokens=512,
-        instance_id="test",
-        supports_lora=False,
-        max_loras=0,
-    )
-
-
 def frames(engine_index: int, payload: bytes) -> list[bytes]:
     return [EngineId.of(engine_index), payload]
 
 
 def registration(engine_index: int) -> list[bytes]:
-    return frames(engine_index, encode_ready_response(response(engine_index)))
+    return frames(engine_index, encode_ready_response(ready_response(engine_index)))
 
 
 def state(startup: FrontendStartup) -> tuple[Phase | None, int]:
@@ -69,7 +48,7 @@ def test_one_engine_as_it_should_be() -> None:
 
     assert startup.receive_report(frames(0, READY)) is None
     assert (None, 0) == state(startup)
-    assert {0: response(0)} == startup.ready_responses
+    assert {0: ready_response(0)} == startup.ready_responses
     assert [] == startup.notes
 
 

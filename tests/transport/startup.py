@@ -11,11 +11,11 @@ from typing import Any
 import attrs
 import trio
 import trio.lowlevel
+from tests.ready import ready_response
 
 from trio_vllm.protocol import (
     SUBSCRIBE,
     EngineAddresses,
-    EngineCoreReadyResponse,
     EngineId,
     HandshakeInit,
     HandshakeReport,
@@ -32,29 +32,6 @@ READY = encode_report(HandshakeReport(status=HandshakeStatus.READY))
 
 TICK = 0.3
 """Seconds until a startup gives up that must give up."""
-
-
-def ready_response(engine_index: int = 0, **changes: Any) -> EngineCoreReadyResponse:
-    """What an engine tells of itself."""
-    response = EngineCoreReadyResponse(
-        max_model_len=512,
-        num_gpu_blocks=100,
-        block_size=16,
-        dtype="float32",
-        vllm_version="0.33.0",
-        world_size=1,
-        data_parallel_size=1,
-        tensor_parallel_size=1,
-        pipeline_parallel_size=1,
-        decode_context_parallel_size=1,
-        data_parallel_rank=engine_index,
-        max_num_seqs=8,
-        max_num_batched_tokens=512,
-        instance_id="test",
-        supports_lora=False,
-        max_loras=0,
-    )
-    return attrs.evolve(response, **changes)
 
 
 def free_port() -> int:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import trio
-from tests.transport.startup import READY, TICK, RawEngine, beside, ready_response
+from tests.ready import ready_response
+from tests.transport.startup import READY, TICK, RawEngine, beside
 
 from trio_vllm._errors import ConfigurationError, StartupError
 from trio_vllm.protocol import EngineAddresses, decode_init, encode_ready_response

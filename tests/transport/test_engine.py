@@ -10,13 +10,13 @@ from typing import Any
 import ormsgpack
 import pytest
 import trio
+from tests.ready import ready_response
 from tests.transport.startup import (
     TICK,
     RawFrontend,
     cancel_everywhere,
     free_port,
     listening_socket,
-    ready_response,
 )
 from trio.testing import assert_checkpoints
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import trio
-from tests.transport.startup import ready_response
+from tests.ready import ready_response
 from tests.transport.test_connections import FakeMonitor
 from trio.testing import MockClock, wait_all_tasks_blocked
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import attrs
 import trio
+from tests.ready import ready_response
 
-from trio_vllm.protocol import EngineCoreReadyResponse
 from trio_vllm.transport import HandshakeOwner, join_frontend, open_frontend
 
 ROOT = Path(__file__).parents[2]
@@ -52,28 +52,6 @@ async def peer_process(*args: object) -> AsyncIterator[PeerProcess]:
             await process.wait()
             assert process.stdout is not None
             await process.stdout.aclose()
-
-
-def ready_response(engine_index: int) -> EngineCoreReadyResponse:
-    """What an engine tells of itself."""
-    return EngineCoreReadyResponse(
-        max_model_len=512,
-        num_gpu_blocks=100,
-        block_size=16,
-        dtype="float32",
-        vllm_version="0.33.0",
-        world_size=1,
-        data_parallel_size=1,
-        tensor_parallel_size=1,
-        pipeline_parallel_size=1,
-        decode_context_parallel_size=1,
-        data_parallel_rank=engine_index,
-        max_num_seqs=8,
-        max_num_batched_tokens=512,
-        instance_id="test",
-        supports_lora=False,
-        max_loras=0,
-    )
 
 
 async def be_engine(address: str, engine_index: str) -> None:

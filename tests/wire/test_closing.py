@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from tests.wire.processes import ready_response
+from tests.ready import ready_response
 
 from trio_vllm.client import EngineCoreClient, OutputStream, open_client
 from trio_vllm.protocol import (

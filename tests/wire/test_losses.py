@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import trio
-from tests.wire.processes import PeerProcess, peer_process, ready_response
+from tests.ready import ready_response
+from tests.wire.processes import PeerProcess, peer_process
 
 from trio_vllm._errors import EngineDeadError
 from trio_vllm.client import open_client
