@@ -33,13 +33,13 @@ def sent(form: Form[Any], value: Any) -> tuple[Any, list[Any]]:
 
 @pytest.mark.parametrize("form", [NUMPY_ARRAY, TENSOR_AS_NUMPY], ids=["numpy", "torch"])
 @pytest.mark.parametrize("dtype", NUMBERS)
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (0, 5), (2, 0, 3), (40, 10)])
-def test_values_arrive(form: Form[Array], dtype: str, shape: tuple[int, ...]) -> None:
-    values = (np.arange(np.prod(shape, dtype=int)) % 2).reshape(shape).astype(dtype)
+def test_values_arrive(form: Form[Array], dtype: str) -> None:
+    for shape in [(), (0,), (3,), (2, 3), (0, 5), (2, 0, 3), (40, 10)]:
+        values = (np.arange(np.prod(shape, dtype=int)) % 2).reshape(shape).astype(dtype)
 
-    arrived, _ = sent(form, values)
+        arrived, _ = sent(form, values)
 
-    assert same(values, arrived)
+        assert same(values, arrived)
 
 
 @pytest.mark.parametrize(
