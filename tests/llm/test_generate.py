@@ -140,6 +140,26 @@ async def test_logprobs_are_joined_and_cut_to_what_was_asked_for() -> None:
         assert {2} == {len(position.entries) for position in logprobs}
 
 
+async def test_columns_of_other_requests_are_not_kept() -> None:
+    """They may be as many as the vocabulary."""
+    async with open_llm_world() as world:
+        await world.start(lambda: world.llm.generate(make_prompt(logprobs=1, prompt_logprobs=0)))
+        (request,) = world.engine.requests()
+        await world.engine.emit(
+            request.request_id,
+            [7],
+            new_logprobs=make_logprobs([7], 1000),
+            new_prompt_logprobs_tensors=make_logprobs([2, 3], 1000),
+        )
+
+        ((generation,),) = world.llm._generations.values()
+        (kept,) = generation.collectors[0]._rich
+        for logprobs in (kept.new_logprobs, kept.new_prompt_logprobs_tensors):
+            assert logprobs is not None
+            for array in (logprobs.token_ids, logprobs.logprobs):
+                assert (2, None) == (array.size, array.base)
+
+
 @pytest.mark.parametrize(
     ("params", "columns"),
     [

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+import attrs
 import numpy as np
 
 from trio_vllm._errors import EngineCoreError
@@ -117,6 +118,7 @@ class Collector:
         if output.new_token_ids:
             self.add_tokens(output.new_token_ids, timestamp, version)
         if _carries_more(output):
+            output = self._narrowed(output)
             self._rich.append(output)
         if output.pooling_output is not None:
             self._pooled = output.pooling_output
@@ -128,6 +130,18 @@ class Collector:
             self._last = output
             self._end_time = self._clock()
             self._waker.wake()
+
+    def _narrowed(self, output: EngineCoreOutput) -> EngineCoreOutput:
+        """The output without the columns of logprobs that other requests of its step asked for."""
+        sample, prompt = output.new_logprobs, output.new_prompt_logprobs_tensors
+        params = self._params or EngineCoreSamplingParams()
+        if sample is not None:
+            sample = _cut(sample, params.logprobs, params.logprob_token_ids)
+        if prompt is not None:
+            prompt = _cut(prompt, params.prompt_logprobs, None)
+        if sample is output.new_logprobs and prompt is output.new_prompt_logprobs_tensors:
+            return output
+        return attrs.evolve(output, new_logprobs=sample, new_prompt_logprobs_tensors=prompt)
 
     def fail(self, error: EngineCoreError) -> None:
         """See `Sink`."""
@@ -184,13 +198,8 @@ class Collector:
 
     def _describe_tokens(self, completion: CompletionOutput) -> None:
         rich, self._rich = self._rich, []
-        params = self._params or EngineCoreSamplingParams()
-        completion.logprobs = _joined(
-            [o.new_logprobs for o in rich], _columns(params.logprobs, params.logprob_token_ids)
-        )
-        completion.prompt_logprobs = _joined(
-            [o.new_prompt_logprobs_tensors for o in rich], _columns(params.prompt_logprobs, None)
-        )
+        completion.logprobs = _joined([o.new_logprobs for o in rich])
+        completion.prompt_logprobs = _joined([o.new_prompt_logprobs_tensors for o in rich])
         completion.prompt_token_id_logprobs = _concatenated(
             [o.prompt_token_id_logprobs for o in rich]
         )
@@ -266,23 +275,24 @@ def _remotely_cached_tokens(params: EngineCoreSamplingParams | None) -> int | No
     return cached if type(cached) is int else None
 
 
-def _columns(count: int | None, token_ids: Sequence[int] | None) -> int | None:
-    """How many columns of logprobs were asked for, the token itself included; None is all."""
+def _cut(logprobs: Logprobs, count: int | None, token_ids: Sequence[int] | None) -> Logprobs:
+    """The columns that were asked for, and that of the token itself; a negative count is all."""
     if count is None:
         count = len(token_ids or ())
-    return None if count < 0 else count + 1
+    narrow = logprobs if count < 0 else logprobs.cut(count + 1)
+    if narrow is logprobs:
+        return logprobs
+    # A view would keep the rest alive, which may be as wide as the vocabulary.
+    return Logprobs(narrow.token_ids.copy(), narrow.logprobs.copy(), narrow.ranks)
 
 
 def _present(parts: Iterable[T | None]) -> list[T]:
     return [part for part in parts if part is not None]
 
 
-def _joined(parts: Iterable[Logprobs | None], columns: int | None) -> Logprobs | None:
+def _joined(parts: Iterable[Logprobs | None]) -> Logprobs | None:
     present = _present(parts)
-    if not present:
-        return None
-    whole = Logprobs.concatenate(present)
-    return whole if columns is None else whole.cut(columns)
+    return Logprobs.concatenate(present) if present else None
 
 
 def _concatenated(parts: Iterable[Array | None]) -> Array | None:
