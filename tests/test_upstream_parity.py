@@ -87,9 +87,7 @@ CONFIG: Table = {
     "TransportMode::HandshakeOwner.advertised_host": "HandshakeOwner.host",
     "TransportMode::HandshakeOwner.engine_count": "HandshakeOwner.engine_count",
     "TransportMode::HandshakeOwner.ready_timeout": "HandshakeOwner.ready_timeout",
-    "TransportMode::HandshakeOwner.local_input_address": Missing(
-        "tests need it for fixed endpoints; ours have none"
-    ),
+    "TransportMode::HandshakeOwner.local_input_address": "HandshakeOwner.input_address",
     "TransportMode::Bootstrapped.input_address": "Bootstrapped.input_address",
     "TransportMode::Bootstrapped.output_address": "Bootstrapped.output_address",
     "TransportMode::Bootstrapped.engine_start_index": "Bootstrapped.engine_start_index",

@@ -35,7 +35,7 @@ async def test_a_wake_without_a_sleeper_is_forgotten() -> None:
     assert not waker.is_waiting
 
 
-async def test_there_is_one_bed() -> None:
+async def test_one_task_waits_at_a_time() -> None:
     waker = Waker()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(waker.wait)

@@ -48,7 +48,7 @@ def test_idle_engines_are_woken_for_a_request() -> None:
 
 
 def test_second_notice_of_a_wave_is_old() -> None:
-    """Engine 0 tells of the begin, whoever has told of it before."""
+    """Engine 0 tells of the start, whoever has told of it before."""
     waves = Waves()
     waves.receive_notice(start(0, engine_index=1))
 
@@ -85,7 +85,7 @@ def test_request_that_missed_the_end_of_a_wave() -> None:
 
 
 def test_connection_that_is_back() -> None:
-    """It may have missed the begin of the wave that runs."""
+    """It may have missed the start of the wave that runs."""
     waves = Waves()
     assert waves.receive_subscription() is None
 

@@ -21,6 +21,7 @@ SUBSCRIBE = b"\x01"
 """Sent into an XPUB socket: one engine, or one frontend, listens."""
 COORDINATOR_READY = b"READY"
 """Broadcast, alone in its frame, once every engine has subscribed."""
+_START_DP_WAVE = b"\x02"  # RequestType.START_DP_WAVE, which is above us
 
 
 @attrs.define
@@ -83,23 +84,24 @@ _COORDINATOR_STATS: Form[CoordinatorStats] = array_struct(
 
 def encode_start_dp_wave(message: StartDpWave) -> list[Buffer]:
     """The START_DP_WAVE message, for a coordinator's broadcast or an input socket."""
-    return [b"\x02", pack(START_DP_WAVE_PAYLOAD.encode(message, []))]
+    return [_START_DP_WAVE, pack(START_DP_WAVE_PAYLOAD.encode(message, []))]
 
 
 def decode_start_dp_wave(payload: Buffer) -> StartDpWave:
-    """Read the payload of a START_DP_WAVE message."""
+    """Read the payload of a START_DP_WAVE message; raises `DecodeError`."""
     return decode_payload(START_DP_WAVE_PAYLOAD, payload, (), "a START_DP_WAVE message")
 
 
 def decode_coordinator_broadcast(frames: Frames) -> StartDpWave | None:
-    """Read what a coordinator sends to engines; None for its READY, which may come repeatedly."""
-    match [bytes(frame) for frame in frames]:
-        case [b"READY"]:
-            return None
-        case [b"\x02", payload]:
-            return decode_start_dp_wave(payload)
-        case _:
-            raise DecodeError("a coordinator broadcast", "", f"unknown, {len(frames)} frames")
+    """Read what a coordinator sends to engines; None for its READY, which may come repeatedly.
+
+    Raises `DecodeError`.
+    """
+    if len(frames) == 1 and frames[0] == COORDINATOR_READY:
+        return None
+    if len(frames) == 2 and frames[0] == _START_DP_WAVE:
+        return decode_start_dp_wave(frames[1])
+    raise DecodeError("a coordinator broadcast", "", f"unknown, {len(frames)} frames")
 
 
 def encode_coordinator_stats(stats: CoordinatorStats) -> list[Buffer]:
@@ -108,7 +110,7 @@ def encode_coordinator_stats(stats: CoordinatorStats) -> list[Buffer]:
 
 
 def decode_coordinator_stats(frames: Frames) -> CoordinatorStats:
-    """Read what a coordinator published to frontends."""
+    """Read what a coordinator published to frontends; raises `DecodeError`."""
     what = "a coordinator's stats"
     if len(frames) != 1:
         raise DecodeError(what, "", f"has {len(frames)} frames, not 1")

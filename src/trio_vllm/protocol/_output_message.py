@@ -190,7 +190,7 @@ def open_outputs(frames: Frames) -> RowBatch | UtilityCallOutput | DpControlOutp
     """
     if not frames:
         raise DecodeError("outputs", "", "the message has no frame")
-    if len(frames) == 1 and frames[0][:17] == ENGINE_CORE_DEAD:
+    if len(frames) == 1 and frames[0] == ENGINE_CORE_DEAD:
         return EngineDead()
     raw = None
     try:

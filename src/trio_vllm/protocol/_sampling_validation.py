@@ -14,7 +14,7 @@ from trio_vllm.protocol._refusal import not_in_vocabulary, refuse, refuse_here
 from trio_vllm.protocol._sampling import EngineCoreSamplingParams, StructuredOutputsParams
 
 JSON_NESTING = 64
-"""Levels of a JSON schema; converting it to a grammar gets steeply dearer with each."""
+"""Levels of a JSON schema; each makes its conversion to a grammar much more expensive."""
 STRUCTURAL_TAG_NESTING = 80
 
 

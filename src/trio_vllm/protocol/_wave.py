@@ -38,7 +38,7 @@ class Waves:
         return StartDpWave(self.current_wave, exclude_engine_index=engine_index)
 
     def receive_notice(self, notice: DpControlOutput) -> StartDpWave | None:
-        """An engine tells its coordinator of a wave's begin or end; whom to wake, if needed."""
+        """An engine tells its coordinator of a wave's start or end; whom to wake, if needed."""
         if notice.wave_complete is not None and notice.wave_complete >= self.current_wave:
             self.current_wave = notice.wave_complete + 1
             self.engines_running = False
