@@ -174,6 +174,16 @@ async def test_buckets_of_lengths_end_with_the_context() -> None:
     assert ["1.0", "2.0", "5.0", "10.0", "20.0", "50.0", "100.0", "200.0", "+Inf"] == bounds
 
 
+async def test_the_next_connection_goes_on_counting() -> None:
+    """Engines serve one frontend each life, so a frontend that goes on connects again."""
+    metrics = Metrics()
+    for _ in range(2):
+        async with open_llm_world(observers=[metrics.observer]) as world:
+            await run_request(world)
+
+    assert 8 == metrics["generation_tokens_total"]
+
+
 async def test_engines_have_labels_of_their_own() -> None:
     metrics = Metrics()
     async with open_pair(2) as (world, _):

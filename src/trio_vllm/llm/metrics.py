@@ -105,7 +105,10 @@ _HISTOGRAMS: dict[str, tuple[Sequence[float] | None, str]] = {
 
 
 class LlmMetrics(Observer):
-    """The metrics of one `open_llm` in one registry; serving them over HTTP is the caller's."""
+    """The metrics of one `open_llm`, or of one after the other, in one registry.
+
+    Serving them over HTTP is the caller's.
+    """
 
     def __init__(self, registry: CollectorRegistry = REGISTRY, *, model_name: str = "") -> None:
         """``model_name`` is the label of that name on all metrics."""
@@ -116,7 +119,15 @@ class LlmMetrics(Observer):
 
     def start(self, engine_indices: Iterable[int], max_model_len: int) -> None:
         """See `Observer`; registers the metrics, so that all stand at zero from here on."""
-        lengths = tuple(_up_to(max_model_len))
+        if not self._metrics:
+            self._register_all(tuple(_up_to(max_model_len)))
+        for engine_index in engine_indices:
+            for name in (*_GAUGES, *_COUNTERS, *_HISTOGRAMS):
+                self._child(engine_index, name)
+            for reason in FinishReason:
+                self._child(engine_index, "request_success", str(reason))
+
+    def _register_all(self, lengths: Sequence[float]) -> None:
         for name, text in _GAUGES.items():
             self._register(Gauge, name, text)
         for name, text in _COUNTERS.items():
@@ -125,11 +136,6 @@ class LlmMetrics(Observer):
             self._register(kind, name, text, label)
         for name, (buckets, text) in _HISTOGRAMS.items():
             self._register(Histogram, name, text, buckets=lengths if buckets is None else buckets)
-        for engine_index in engine_indices:
-            for name in (*_GAUGES, *_COUNTERS, *_HISTOGRAMS):
-                self._child(engine_index, name)
-            for reason in FinishReason:
-                self._child(engine_index, "request_success", str(reason))
 
     def _register(self, kind: Any, name: str, text: str, *label: str, **options: Any) -> None:
         labels = ("model_name", "engine", *label)
