@@ -31,7 +31,7 @@ from trio_vllm._errors import (
 )
 from trio_vllm.protocol import EngineAddresses, EngineId
 from trio_vllm.transport import Bootstrapped, EngineLinks, HandshakeOwner, open_frontend
-from trio_vllm.transport._context import ZmqContext, open_context
+from trio_vllm.transport._context import SocketType, ZmqContext, open_context
 
 Script = Callable[[], Awaitable[object]]
 
@@ -637,6 +637,38 @@ async def test_leaving_does_not_wait_for_a_dead_engine(engine: RawEngine, addres
             begin = trio.current_time()
 
     assert 0.3 > trio.current_time() - begin
+
+
+async def test_what_nobody_reads_does_not_pile_up(
+    context: ZmqContext, engine: RawEngine, address: str
+) -> None:
+    """After the startup an engine has nothing to say on the input socket, and a stranger never."""
+    stranger = context.socket(SocketType.DEALER, send_high_water_mark=1)
+    with trio.fail_after(5):
+        async with (
+            beside(engine.start),
+            open_frontend(HandshakeOwner(handshake_address=address)) as links,
+        ):
+            stranger.connect(links.input_address)
+            sent = 0
+            with trio.move_on_after(TICK):
+                while sent < 500:
+                    await stranger.send([bytes(1_000_000)])
+                    sent += 1
+
+            assert 1 <= sent < 100
+            await check_links(links, engine)
+
+
+async def test_huge_report_is_not_even_received(context: ZmqContext, address: str) -> None:
+    stranger = RawEngine(context, address, 1)
+
+    async def call() -> None:
+        stranger.say(bytes(2_000_000))
+
+    error = await fail(HandshakeOwner(handshake_address=address, ready_timeout=TICK), call)
+
+    assert not any("engine 1" in note for note in error.notes)
 
 
 async def test_connections_are_kept_alive(context: ZmqContext, address: str) -> None:

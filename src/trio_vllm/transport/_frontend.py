@@ -44,6 +44,10 @@ KEEPALIVE: dict[int, int | bytes] = {
     zmq.TCP_MAXRT: VANISHED_HOST_TIMEOUT * 1000,
 }
 
+REPORTS_ONLY: dict[int, int | bytes] = {zmq.RCVHWM: 10, zmq.MAXMSGSIZE: 1 << 20}
+"""For sockets where an engine has but a few hundred bytes to say, once or twice. Nobody reads the
+input socket after the startup, and anybody can connect to it."""
+
 
 @attrs.frozen
 class LeaderLinks:
@@ -91,7 +95,8 @@ async def open_frontend(mode: HandshakeOwner | Bootstrapped) -> AsyncIterator[En
     """
     async with open_context(io_threads=2) as context:
         requests = context.socket(SocketType.ROUTER, linger=REQUEST_LINGER)
-        requests.set_options({**KEEPALIVE, **_heartbeats(mode.heartbeat_timeout)})
+        heartbeats = _heartbeats(mode.heartbeat_timeout)
+        requests.set_options({**KEEPALIVE, **REPORTS_ONLY, **heartbeats})
         connections = EngineConnections(context.open_monitor(requests))
         outputs = context.socket(SocketType.PULL)
         outputs.set_options(KEEPALIVE)
@@ -158,7 +163,7 @@ def _bind_handshake(
 ) -> Handshake:
     """Bind what engines dial; the last, for then they come."""
     socket = context.socket(SocketType.ROUTER)
-    socket.set_options(KEEPALIVE)
+    socket.set_options({**KEEPALIVE, **REPORTS_ONLY})
     connections = EngineConnections(context.open_monitor(socket))
     init = HandshakeInit(addresses=addresses, parallel_config=dict(mode.parallel_config))
     encoded = encode_init(init)
