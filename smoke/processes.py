@@ -23,6 +23,9 @@ POLL_INTERVAL = 0.05
 KILL_TIMEOUT = 10.0
 """Seconds a process may take to vanish after SIGKILL."""
 
+END_GROUP = 'cat; kill -s KILL -- "-$0"'
+"""For a shell whose input ends with the process that writes to it, which never does."""
+
 PROC = Path("/proc")
 """Where there is none (not on Linux), only process groups are ended, not strays that left them."""
 
@@ -160,9 +163,13 @@ def running(
       environment: Variables to add to ours.
       grace: Seconds between SIGTERM and SIGKILL when the block is left.
 
-    If the block raises, the end of the log is printed to standard error.
+    If the block raises, the end of the log is printed to standard error. If we are killed before
+    it is left, the process and its group are killed too.
     """
-    with tempfile.TemporaryDirectory(prefix="trio-vllm-smoke-") as directory:
+    with (
+        tempfile.TemporaryDirectory(prefix="trio-vllm-smoke-") as directory,
+        contextlib.ExitStack() as until_its_end,
+    ):
         log_path = Path(directory) / "log"
         with log_path.open("wb") as log:
             popen = subprocess.Popen(
@@ -175,12 +182,29 @@ def running(
             )
         process = Process(name, popen, log_path)
         try:
+            until_its_end.enter_context(guarding(process.pid))
             yield process
         except BaseException:
             print(f"--- the last lines of {name}:", tail(process.log()), sep="\n", file=sys.stderr)
             raise
         finally:
             process.end(grace)
+
+
+@contextlib.contextmanager
+def guarding(group: int) -> Iterator[None]:
+    """Let a shell kill a process group if we are killed in the block, however that happens."""
+    with subprocess.Popen(
+        ["/bin/sh", "-c", END_GROUP, str(group)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as guard:
+        try:
+            yield
+        finally:
+            guard.kill()  # before its input ends
 
 
 def tail(text: str, lines: int = 40) -> str:

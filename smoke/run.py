@@ -7,6 +7,7 @@ leaving a process running.
 """
 
 import argparse
+import contextlib
 import fnmatch
 import signal
 import sys
@@ -28,6 +29,9 @@ MARK = "TRIO_VLLM_SMOKE_MARK"
 
 TIME_LIMITS = {"mock": 120.0, "peers": 600.0}
 """Seconds a script may take, by kind; a real engine alone takes half a minute to start."""
+
+INTERRUPT_GRACE = 15.0
+"""Seconds between SIGINT and SIGTERM for a script whose time is over."""
 
 STOP_GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL for a script that is stopped."""
@@ -120,6 +124,10 @@ def run_marked(script: Path, mark: str, limit: float) -> tuple[str, str]:
                 failure = f"exit code {exit_code}"
         except ProcessError as exc:
             failure = str(exc)
+            # By Ctrl-C it leaves all blocks, which print the last words of what it has started.
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(ProcessError):
+                process.wait_for_exit(INTERRUPT_GRACE)
         process.end(STOP_GRACE)
         return failure, process.log().rstrip()
 

@@ -82,6 +82,20 @@ def test_in_mid_request(address: str, number: signal.Signals) -> None:
     assert not is_alive(pid)
 
 
+def test_engines_do_not_outlive_a_killed_command(address: str) -> None:
+    """A shell sees to it, with all their children."""
+    engine = [*ENGINE, address, "mute", "child"]
+    tokens = ["generate", "--handshake-address", address, "--spawn", "--verbose", "--", *engine]
+    with llm_smoke(*tokens) as process:
+        pids = [int(read_until(process, rf"{name} with pid (\d+)")) for name in ("engine", "child")]
+        process.kill()
+
+    deadline = time.monotonic() + 10
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_before_anything_has_begun() -> None:
     """While modules are imported there is no traceback either."""
     script = (

@@ -1,0 +1,31 @@
+"""No process outlives the tests, not even if they are killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+MARK = "TRIO_VLLM_TESTS_MARK"
+
+KILL_MARKED = 'cat; grep -lsF "$0" /proc/[0-9]*/environ | cut -d / -f 3 | xargs -r kill -s KILL --'
+"""For a shell whose input ends when we do. It does not have the mark itself."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    """Mark whatever the tests start, and let a shell kill what has the mark once they are over."""
+    mark = uuid.uuid4().hex
+    with subprocess.Popen(
+        ["/bin/sh", "-c", KILL_MARKED, mark],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ):
+        os.environ[MARK] = mark
+        yield
+        del os.environ[MARK]
