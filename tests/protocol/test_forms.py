@@ -49,7 +49,7 @@ from trio_vllm.protocol._sampling import (
     RepetitionDetectionParams,
 )
 from trio_vllm.protocol._stats import PREFILL_STATS, SCHEDULER_STATS, PrefillStats, SchedulerStats
-from trio_vllm.protocol._structs import array_struct, evolver, field_checker, map_struct
+from trio_vllm.protocol._structs import array_struct, evolver, map_struct
 
 
 @pytest.mark.parametrize(
@@ -246,16 +246,6 @@ def test_values_of_structs_are_checked(form: Form[Point]) -> None:
 def test_form_must_name_the_fields_of_its_class() -> None:
     with pytest.raises(TypeError, match="declares"):
         array_struct(Point, 1, {"x": U32})
-
-
-def test_fields_can_be_checked_alone() -> None:
-    check = field_checker(Point, FIELDS)
-
-    check(Point(1))
-    for wrong, where in ((Point(-1), "x"), (Point(1, tags=[1]), "tags[0]"), (None, "")):  # type: ignore[list-item]
-        with pytest.raises(FormError) as caught:
-            check(wrong)  # type: ignore[arg-type]
-        assert where == caught.value.where
 
 
 def test_evolution() -> None:

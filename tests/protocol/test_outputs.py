@@ -7,6 +7,8 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.protocol.comparing import same, unpacked
 from tests.protocol.packing import pack
 
@@ -37,6 +39,7 @@ from trio_vllm.protocol import (
     Tensor,
     UtilityCallOutput,
     UtilityOutput,
+    _output_message,
     decode_outputs,
     encode_outputs,
     open_outputs,
@@ -332,12 +335,46 @@ def test_bad_row_hurts_only_its_request(raw: Any, where: str) -> None:
         ([*row(), None], None),
         (["r", "ab"], None),
         (["r", None], None),
+        (["r", []], None),
+        (["r", [True]], None),
+        (["r", [1, 2.0]], None),
         (None, None),
         ([], None),
     ],
 )
 def test_plain_rows(raw: Any, token_ids: list[int] | None) -> None:
     assert token_ids == plain_token_ids(raw)
+
+
+FIELDS_OF_A_MESSAGE: tuple[st.SearchStrategy[Any], ...] = (
+    st.sampled_from([0, 3, -1, 2**32, True, None]),
+    st.sampled_from([[], [["r", [1]]], {}, None]),
+    st.sampled_from([None, {}, {"num_running_reqs": 1}]),
+    st.sampled_from([0.0, 1.5, 2, None]),
+    st.sampled_from([None, [1, None, [None, True]], []]),
+    st.sampled_from([None, [], ["a", "b"], ["a", 1], "ab"]),
+    st.sampled_from([None, 1]),
+    st.sampled_from([None, 0]),
+    st.sampled_from([None, "default", 1]),
+    st.none(),
+)
+
+
+@given(st.tuples(*FIELDS_OF_A_MESSAGE), st.integers(0, len(FIELDS_OF_A_MESSAGE)))
+def test_the_short_cut_for_batches_gives_what_the_long_way_does(
+    fields: tuple[Any, ...], length: int
+) -> None:
+    frames = [pack(list(fields[:length]))]
+    outcomes: list[Any] = []
+    for short_cut in (_output_message._plain_batch, lambda *_: None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_output_message, "_plain_batch", short_cut)
+            try:
+                outcomes.append(open_outputs(frames))
+            except DecodeError as error:
+                outcomes.append((error.where, error.reason, error.engine_index))
+
+    assert same(*outcomes)
 
 
 def test_statistics_are_read_on_demand() -> None:

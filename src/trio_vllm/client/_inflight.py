@@ -31,9 +31,8 @@ class Sink(Protocol):
     def add_tokens(self, token_ids: list[int], timestamp: float, version: str | None) -> None:
         """Take an output that is nothing but token ids, one at least.
 
-        ``timestamp`` is the engine's monotonic clock, ``version`` that of its weights. The ids are
-        not checked: raise `TypeError`, `ValueError` or `OverflowError` if they are no unsigned
-        32-bit integers, and take none of them then.
+        ``timestamp`` is the engine's monotonic clock, ``version`` that of its weights. Raise
+        `ValueError` or `OverflowError` if an id does not fit 32 bits, and take none of them then.
         """
         ...
 
@@ -86,19 +85,17 @@ class Inflight:
         sinks, timestamp, version = self._sinks, batch.timestamp, batch.weight_version
         for row in batch.rows:
             token_ids = plain_token_ids(row)
-            # Booleans would pass for token ids. They equal 0 and 1, so these go the long way too.
-            if not token_ids or True in token_ids or False in token_ids:
-                self._take_row(row, batch)
-                continue
-            request_id = row[0]
-            sink = sinks.get(request_id) if type(request_id) is str else None
-            if sink is None:
-                self._take_row(row, batch)
-                continue
-            try:
-                sink.add_tokens(token_ids, timestamp, version)
-            except (TypeError, ValueError, OverflowError):
-                self._take_row(row, batch)
+            if token_ids is not None:
+                request_id = row[0]
+                sink = sinks.get(request_id) if type(request_id) is str else None
+                if sink is not None:
+                    try:
+                        sink.add_tokens(token_ids, timestamp, version)
+                    except (ValueError, OverflowError):
+                        pass
+                    else:
+                        continue
+            self._take_row(row, batch)
         if batch.finished_requests:
             self._take_finished(batch.finished_requests, batch.engine_index)
 

@@ -7,8 +7,8 @@ for several completions of one prompt, ``vllm/v1/engine/parallel_sampling.py``.
 from __future__ import annotations
 
 import math
+import os
 import time
-import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
@@ -138,10 +138,10 @@ class Llm:
     # From the caller's request to the engines' ----------------------------------------------------
 
     def _identify(self, request: PromptRequest) -> Identity:
-        external_id = uuid.uuid4().hex if request.request_id is None else request.request_id
+        external_id = os.urandom(16).hex() if request.request_id is None else request.request_id
         return Identity(
             external_id,
-            f"{external_id}-{uuid.uuid4().hex[:8]}" if self._randomize else external_id,
+            f"{external_id}-{os.urandom(4).hex()}" if self._randomize else external_id,
             self._clock() if request.arrival_time is None else request.arrival_time,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import operator
 from typing import Any
 
 import attrs
@@ -83,9 +83,7 @@ class RequestTimings:
             prefill_time=_between(scheduled, first),
             decode_time=decode,
             inference_time=_between(scheduled, last),
-            inter_token_latencies=tuple(
-                later - earlier for earlier, later in itertools.pairwise(token_times)
-            ),
+            inter_token_latencies=tuple(map(operator.sub, token_times[1:], token_times)),
             mean_time_per_output_token=(
                 decode / (output_tokens - 1) if decode is not None and output_tokens > 1 else None
             ),

@@ -96,7 +96,7 @@ from trio_vllm.protocol._stats import (
     SpecDecodingStats,
 )
 from trio_vllm.protocol._utility import UtilityOutput, UtilityRequest
-from trio_vllm.protocol._validation import RequestLimits, check_request
+from trio_vllm.protocol._validation import RequestLimits, check_request, encode_checked
 from trio_vllm.protocol._wave import Waves, decode_coordinator_notice, encode_first_request_notice
 
 __all__ = [
@@ -179,6 +179,7 @@ __all__ = [
     "decode_report",
     "encode_abort",
     "encode_add",
+    "encode_checked",
     "encode_coordinator_stats",
     "encode_first_request_notice",
     "encode_init",

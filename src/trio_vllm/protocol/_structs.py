@@ -56,30 +56,6 @@ def array_struct(cls: type[T], minimum: int, fields: Mapping[str, Form[Any]]) ->
     return Form(cls.__name__, decode, encode)
 
 
-def field_checker(cls: type[T], fields: Mapping[str, Form[Any]]) -> Callable[[T], None]:
-    """A function that checks every field of a value by itself, as writing it would."""
-    names = _names(cls, fields)
-    defaults = _defaults(cls)
-    checks = tuple(form.encode for form in fields.values())
-    values_of = _getter(names)
-
-    def check_fields(value: T) -> None:
-        if not isinstance(value, cls):
-            raise misfit(f"a {cls.__name__}", value)
-        name = ""
-        aux: AuxFrames = []
-        try:
-            for name, default, check, item in zip(  # noqa: B007, B905
-                names, defaults, checks, values_of(value)
-            ):
-                if item is not default:
-                    check(item, aux)
-        except FormError as error:
-            raise error.within(f".{name}") from None
-
-    return check_fields
-
-
 def evolver(cls: type[T]) -> Callable[[T, Mapping[str, Any]], T]:
     """What `attrs.evolve` does, in half the time: defaults are left to the class."""
     names = _names(cls)

@@ -22,16 +22,13 @@ import attrs
 
 from trio_vllm._errors import EmptyPromptError, InvalidFieldError, UnsupportedFieldError
 from trio_vllm.protocol._arrays import Tensor
-from trio_vllm.protocol._containers import optional
-from trio_vllm.protocol._forms import Form, FormError, pass_on
+from trio_vllm.protocol._forms import Buffer, FormError
 from trio_vllm.protocol._handshake import EngineCoreReadyResponse
 from trio_vllm.protocol._multimodal import MultiModalFeatureSpec, PlaceholderRange
 from trio_vllm.protocol._pooling import PoolingParams
 from trio_vllm.protocol._refusal import Unsupported, not_in_vocabulary, refuse, refuse_here
-from trio_vllm.protocol._request import REQUEST_FIELDS, EngineCoreRequest, name_of
-from trio_vllm.protocol._sampling import SAMPLING_FIELDS, EngineCoreSamplingParams
+from trio_vllm.protocol._request import EngineCoreRequest, encode_add, name_of
 from trio_vllm.protocol._sampling_validation import check_sampling
-from trio_vllm.protocol._structs import field_checker
 
 
 @attrs.frozen(kw_only=True)
@@ -72,33 +69,31 @@ def check_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
       UnsupportedFieldError: The engine, or a single engine request, cannot do that.
       InvalidFieldError: A field has a wrong value; names it.
     """
+    encode_checked(request, limits)
+
+
+def encode_checked(request: EngineCoreRequest, limits: RequestLimits) -> list[Buffer]:
+    """`check_request`, and the message of `encode_add`, which has to look at each field anyway."""
+    message = encode_add(request)
     try:
-        _check_request_fields(request)
-        length = _check_prompt(request, limits)
-        if request.mm_features:
-            _check_features(request.mm_features, length)
-        if request.prompt_token_ids is not None and limits.vocab_size is not None:
-            _check_prompt_vocabulary(request, request.prompt_token_ids, limits.vocab_size)
-        _check_engine(request, limits)
-        if request.sampling_params is not None:
-            check_sampling(request.sampling_params, length, limits.vocab_size)
+        _check_whole(request, limits)
     except Unsupported as error:
         raise UnsupportedFieldError(name_of(request), error.where, error.reason) from None
     except FormError as error:
         raise InvalidFieldError(name_of(request), error.where, error.reason) from None
+    return message
 
 
-# Their form would go on to write the map; to look at the fields is enough here, and faster.
-_check_sampling_fields = field_checker(EngineCoreSamplingParams, SAMPLING_FIELDS)
-_check_request_fields = field_checker(
-    EngineCoreRequest,
-    {
-        **REQUEST_FIELDS,
-        "sampling_params": optional(
-            Form("", pass_on, lambda value, _: _check_sampling_fields(value))
-        ),
-    },
-)
+def _check_whole(request: EngineCoreRequest, limits: RequestLimits) -> None:
+    """Check what concerns fields together, or the engine; each by itself is good."""
+    length = _check_prompt(request, limits)
+    if request.mm_features:
+        _check_features(request.mm_features, length)
+    if request.prompt_token_ids is not None and limits.vocab_size is not None:
+        _check_prompt_vocabulary(request, request.prompt_token_ids, limits.vocab_size)
+    _check_engine(request, limits)
+    if request.sampling_params is not None:
+        check_sampling(request.sampling_params, length, limits.vocab_size)
 
 
 # The prompt -------------------------------------------------------------------------------------
