@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket as stdlib_socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -355,6 +356,26 @@ async def test_input_socket_that_is_not_there(frontend: RawFrontend, tmp_path: P
 
     assert "the connection to the frontend's input socket" == error.phase
     assert [f"nobody listens at {nobody}"] == error.notes
+
+
+async def test_frontend_is_replaced_before_its_input_socket_is_there(
+    context: ZmqContext, tmp_path: Path
+) -> None:
+    """Nobody will ever listen there, so we must not wait for it, whatever the timeout is."""
+
+    async def be_replaced(first: RawFrontend) -> None:
+        await answer(first, inputs=[f"ipc://{tmp_path}/nobody"])
+        await take_ready(first)
+        address = first.handshake.address
+        first.handshake.close()
+        context.socket(SocketType.ROUTER).bind(address)
+
+    frontend = RawFrontend.bind(context, tmp_path)
+    address = frontend.handshake.address
+    error = await fail(frontend, be_replaced, math.inf)
+
+    assert "the connection to the frontend's input socket" == error.phase
+    assert [f"{address} is connected again"] == error.notes
 
 
 # Leaving ----------------------------------------------------------------------------------------

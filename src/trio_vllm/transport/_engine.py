@@ -113,8 +113,8 @@ async def join_frontend(
         coordinator = await joining.pass_gate(init.addresses)
         set_linger(handshake, READY_LINGER)
         handshake.send_nowait([encode_report(HandshakeReport(status=HandshakeStatus.READY))])
-        handshake.close()
         await joining.wait_registered()
+        handshake.close()
         losses = [FrontendLoss(connection) for connection in joining.connections]
         try:
             yield FrontendLinks(joining.inputs, joining.outputs, losses, coordinator)
@@ -203,15 +203,17 @@ class _Joining:
     async def wait_registered(self) -> None:
         """Wait until the registrations have somebody to reach.
 
-        Upstream's engines do not; but to whom there never was a connection, none can be lost.
+        Upstream's engines do not; but to whom there never was a connection, none can be lost. The
+        handshake may well be closed by now. If somebody opens it again, that is another frontend,
+        and the one that we wait for is gone.
         """
-        await trio.lowlevel.checkpoint()
         for connection in self.connections:
-            with trio.move_on_after(self._timeout) as scope:
-                await connection.wait_open()
-            if scope.cancelled_caught:
-                phase = "the connection to the frontend's input socket"
-                raise StartupError(phase, seconds=self._timeout, notes=[connection.state])
+            await self._answer(
+                "the connection to the frontend's input socket",
+                connection.wait_open,
+                awaited=connection,
+                departure=self._frontend.wait_reopened,
+            )
 
     def let_lost_clients_go(self) -> None:
         """Do not linger for clients that are gone."""
@@ -219,12 +221,28 @@ class _Joining:
             if connection.is_lost:
                 set_linger(output, 0)
 
-    async def _answer(self, phase: str, receive: Callable[[], Awaitable[T]]) -> T:
-        """What ``receive`` gives; it may not take too long, nor the frontend leave meanwhile."""
+    async def _answer(
+        self,
+        phase: str,
+        receive: Callable[[], Awaitable[T]],
+        *,
+        awaited: OutgoingConnection | None = None,
+        departure: Callable[[], Awaitable[None]] | None = None,
+    ) -> T:
+        """What ``receive`` gives; it may not take too long, nor the frontend leave meanwhile.
+
+        Args:
+          phase: What to call it.
+          receive: Waits for it.
+          awaited: The connection that it comes by, if not that of the handshake.
+          departure: Waits for the frontend to leave; by default until the handshake's breaks.
+        """
+        frontend = self._frontend
+        wait_left = departure or frontend.wait_lost
         answers: list[T] = []
 
         async def watch() -> None:
-            await self._frontend.wait_lost()
+            await wait_left()
             nursery.cancel_scope.cancel(reason="the frontend left")
 
         with trio.move_on_after(self._timeout) as patience:
@@ -234,8 +252,10 @@ class _Joining:
                 nursery.cancel_scope.cancel(reason="the frontend answered")
         if answers:
             return answers[0]
-        seconds = self._timeout if patience.cancelled_caught else 0.0
-        raise StartupError(phase, seconds=seconds, notes=[self._frontend.state])
+        if patience.cancelled_caught:
+            notes = [(awaited or frontend).state]
+            raise StartupError(phase, seconds=self._timeout, notes=notes)
+        raise StartupError(phase, notes=[frontend.state])
 
 
 def _read_init(frames: Frames, phase: str) -> HandshakeInit:

@@ -25,7 +25,7 @@ class OutgoingConnection:
         self.state = f"nobody listens at {address}"
         """Where it stands, in words."""
         self._monitor = monitor
-        self._is_open = False
+        self._times_open = 0
         self._is_lost = False
         self._is_foreign = False
 
@@ -39,7 +39,13 @@ class OutgoingConnection:
     async def wait_open(self) -> None:
         """Wait until somebody who speaks ZeroMQ is at the other end, or was."""
         await trio.lowlevel.checkpoint()
-        while not self._is_open:
+        while not self._times_open:
+            self._take(await self._monitor.receive())
+
+    async def wait_reopened(self) -> None:
+        """Wait until somebody else, or somebody once more, is at the other end."""
+        await trio.lowlevel.checkpoint()
+        while self._times_open < 2:
             self._take(await self._monitor.receive())
 
     async def wait_lost(self) -> None:
@@ -57,9 +63,10 @@ class OutgoingConnection:
                 self._is_foreign = True
                 self.state = f"who listens at {self.address} does not speak ZeroMQ"
             case PeerEventKind.HANDSHAKE_SUCCEEDED:
-                self._is_open = True
-                self.state = f"{self.address} is connected"
-            case PeerEventKind.DISCONNECTED if self._is_open:
+                self._times_open += 1
+                again = " again" if self._times_open > 1 else ""
+                self.state = f"{self.address} is connected{again}"
+            case PeerEventKind.DISCONNECTED if self._times_open:
                 self._is_lost = True
                 self.state = f"{self.address} closed the connection"
         if self.state != state:
