@@ -149,6 +149,35 @@ async def test_a_timeout_names_the_silent_engines(autojump_clock: MockClock) -> 
         world.assert_tidy()
 
 
+async def test_an_answer_in_the_moment_of_the_timeout(autojump_clock: MockClock) -> None:
+    """Whichever comes first: a timeout without a silent engine there is not."""
+    results = []
+    for _ in range(20):
+        async with open_world() as world, trio.open_nursery() as nursery:
+            outcome, call_id = await call(world, nursery, timeout=1)
+            await trio.sleep(1)
+            answer = UtilityCallOutput(output=UtilityOutput(call_id, None, True))
+            world.client._dispatcher.take([bytes(frame) for frame in encode_outputs(answer)])
+            await wait_all_tasks_blocked()
+
+            error = outcome.error
+            results.append(outcome.result)
+            assert isinstance(error, UtilityTimeoutError) == (outcome.result is None)
+            assert error is None or "no answer from engine 0 after 1 s" in str(error)
+
+    assert {0: True} in results
+
+
+@pytest.mark.parametrize("timeout", [-1, math.nan, None, "5"])
+async def test_nothing_is_sent_with_an_impossible_timeout(timeout: Any) -> None:
+    async with open_world() as world:
+        with pytest.raises((TypeError, ValueError)):
+            await world.client.call_utility("sleep", timeout=timeout)
+
+        assert [] == world.engine.received()
+        world.assert_tidy()
+
+
 async def test_late_and_strange_answers_are_dropped(autojump_clock: MockClock) -> None:
     async with open_world(2) as world, trio.open_nursery() as nursery:
         outcome, call_id = await call(world, nursery, timeout=1)

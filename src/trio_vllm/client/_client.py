@@ -311,22 +311,26 @@ class EngineCoreClient(UtilityMethods):
           UtilityTimeoutError: ``timeout`` passed; tells which engines have not answered.
           EngineDeadError: The only engine asked died, or none is left.
           ClientClosedError: The client is closed.
-          TypeError: An argument has no MessagePack form.
+          TypeError: An argument has no MessagePack form, or ``timeout`` is no number.
+          ValueError: ``timeout`` is negative or not a number.
 
         Cancellation:
           Stops waiting. The engines still run the method; their answers are dropped.
         """
         self.raise_if_failed()
         check_utility_call(method, args)
+        patience = trio.move_on_after(timeout)  # raises if it makes no sense: before it is sent
         call = self._utility_calls.open(method, self.engine_indices)
         try:
             request = UtilityRequest(self._client_index, call.call_id, method, list(args))
             message = encode_utility(request)
             for engine_index in sorted(call.missing):
                 self._outbox.send(engine_index, message)
-            with trio.move_on_after(timeout):
-                return await call.wait()
-            raise UtilityTimeoutError(method, call.call_id, sorted(call.missing), timeout)
+            with patience:
+                await call.settled.wait()
+            if call.missing:
+                raise UtilityTimeoutError(method, call.call_id, sorted(call.missing), timeout)
+            return call.outcome()
         finally:
             self._utility_calls.close(call)
 

@@ -30,9 +30,8 @@ class UtilityCall:
     settled: trio.Event = attrs.field(factory=trio.Event)
     """Set when no engine is missing any more."""
 
-    async def wait(self) -> dict[int, Any]:
-        """Wait for all outcomes; gives the results by engine index, or raises for the failures."""
-        await self.settled.wait()
+    def outcome(self) -> dict[int, Any]:
+        """The results by engine index, or raises for the failures; once it is settled."""
         if not self.failures:
             return dict(sorted(self.results.items()))
         if self.given_up is not None:
