@@ -294,6 +294,25 @@ async def test_arrays_of_all_outputs_are_joined() -> None:
         assert 5 == completion.num_nans_in_logits
 
 
+@pytest.mark.parametrize("field", ["routed_experts", "prompt_token_id_logprobs"])
+@pytest.mark.parametrize("shapes", [[(1, 2), (1, 3)], [(1, 2), (2,)], [()]])
+async def test_arrays_that_do_not_fit_each_other(field: str, shapes: list[tuple[int, ...]]) -> None:
+    """Each is well-formed by itself, so it is not known before they are put together."""
+    async with open_llm_world() as world:
+        outcome = await world.start(lambda: world.llm.generate(make_prompt()))
+        (request,) = world.engine.requests()
+        for shape in shapes:
+            array: dict[str, Any] = {field: np.zeros(shape, np.float32)}
+            await world.engine.emit(request.request_id, [7], **array)
+        await world.finish(request.request_id)
+
+        error = outcome.error
+        assert isinstance(error, DecodeError)
+        assert (request.request_id, 0) == (error.request_id, error.engine_index)
+        assert error.where == f".{field}"
+        world.assert_tidy()
+
+
 # The end ------------------------------------------------------------------------------------------
 
 

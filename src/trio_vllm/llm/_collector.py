@@ -14,7 +14,7 @@ from typing import TypeVar
 import attrs
 import numpy as np
 
-from trio_vllm._errors import EngineCoreError
+from trio_vllm._errors import DecodeError, EngineCoreError
 from trio_vllm.client import Waker
 from trio_vllm.llm._output import CompletionOutput, RequestTimings, Usage, WeightVersionSpan
 from trio_vllm.protocol import (
@@ -174,7 +174,11 @@ class Collector:
         return not self._taken or count >= self._interval or self.error is not None
 
     def take(self) -> CompletionOutput:
-        """What came since the last call; with the last output also what is known of the whole."""
+        """What came since the last call; with the last output also what is known of the whole.
+
+        Raises:
+          DecodeError: The parts of an array do not fit each other.
+        """
         token_ids = self._token_ids.tolist()
         del self._token_ids[:]
         self._taken += len(token_ids)
@@ -200,12 +204,28 @@ class Collector:
         rich, self._rich = self._rich, []
         completion.logprobs = _joined([o.new_logprobs for o in rich])
         completion.prompt_logprobs = _joined([o.new_prompt_logprobs_tensors for o in rich])
-        completion.prompt_token_id_logprobs = _concatenated(
-            [o.prompt_token_id_logprobs for o in rich]
+        completion.prompt_token_id_logprobs = self._concatenated(
+            ".prompt_token_id_logprobs", [o.prompt_token_id_logprobs for o in rich]
         )
         completion.sampling_masks = tuple(_present([o.new_sampling_mask for o in rich]))
-        completion.routed_experts = _concatenated([o.routed_experts for o in rich])
+        completion.routed_experts = self._concatenated(
+            ".routed_experts", [o.routed_experts for o in rich]
+        )
         completion.num_nans_in_logits = sum(o.num_nans_in_logits for o in rich)
+
+    def _concatenated(self, field: str, parts: Iterable[Array | None]) -> Array | None:
+        """The rows of all parts; `DecodeError` if their shapes do not allow that."""
+        present = _present(parts)
+        if not present:
+            return None
+        try:
+            return np.concatenate(present)
+        except ValueError as error:
+            shapes = ", ".join(str(part.shape) for part in present)
+            reason = f"the shapes of its parts do not fit: {shapes}"
+            raise DecodeError(
+                "an output", field, reason, self.engine_index, self.request_id
+            ) from error
 
     def _describe_whole(self, completion: CompletionOutput, last: EngineCoreOutput) -> None:
         completion.finish_reason = last.finish_reason
@@ -293,8 +313,3 @@ def _present(parts: Iterable[T | None]) -> list[T]:
 def _joined(parts: Iterable[Logprobs | None]) -> Logprobs | None:
     present = _present(parts)
     return Logprobs.concatenate(present) if present else None
-
-
-def _concatenated(parts: Iterable[Array | None]) -> Array | None:
-    present = _present(parts)
-    return np.concatenate(present) if present else None
