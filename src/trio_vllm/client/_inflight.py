@@ -32,7 +32,7 @@ class Sink(Protocol):
         """Take an output that is nothing but token ids, one at least.
 
         ``timestamp`` is the engine's monotonic clock, ``version`` that of its weights. Raise
-        `ValueError` or `OverflowError` if an id does not fit 32 bits, and take none of them then.
+        `OverflowError` if one is no unsigned number of 32 bits, and take none of them then.
         """
         ...
 
@@ -91,7 +91,7 @@ class Inflight:
                 if sink is not None:
                     try:
                         sink.add_tokens(token_ids, timestamp, version)
-                    except (ValueError, OverflowError):
+                    except OverflowError:
                         pass
                     else:
                         continue
