@@ -10,8 +10,8 @@ import pytest
 from tests.client.world import make_request, open_world
 from tests.ready import ready_response
 
-from trio_vllm._errors import ClientClosedError, InvalidFieldError
-from trio_vllm.client import EngineFleet, HandshakeOwner, OutputStream, open_client
+from trio_vllm._errors import ClientClosedError, ConfigurationError, InvalidFieldError
+from trio_vllm.client import Bootstrapped, EngineFleet, HandshakeOwner, OutputStream, open_client
 from trio_vllm.protocol import KvEventsConfig
 from trio_vllm.transport import EngineLinks
 
@@ -113,16 +113,27 @@ async def test_open_client_runs_a_client_over_its_links(monkeypatch: pytest.Monk
         links = world.client._links
 
         @asynccontextmanager
-        async def open_frontend(mode: HandshakeOwner) -> AsyncIterator[EngineLinks]:
-            assert "tcp://127.0.0.1:1" == mode.handshake_address
+        async def open_frontend(mode: Bootstrapped) -> AsyncIterator[EngineLinks]:
+            assert "tcp://127.0.0.1:1" == mode.input_address
             yield links
 
         monkeypatch.setattr("trio_vllm.client._client.open_frontend", open_frontend)
         world.client.close()
-        mode = HandshakeOwner(handshake_address="tcp://127.0.0.1:1")
+        mode = Bootstrapped(input_address="tcp://127.0.0.1:1", output_address="tcp://127.0.0.1:2")
         async with open_client(mode, client_index=2, vocab_size=10) as client:
             client.submit(make_request(), OutputStream("r"))
             with pytest.raises(InvalidFieldError, match="vocabulary"):
                 client.submit(make_request("s", prompt_token_ids=[10]), OutputStream("s"))
             assert [2] == [request.client_index for request in world.engine.requests()]
         assert isinstance(client.failure, ClientClosedError)
+
+
+@pytest.mark.parametrize("client_index", [1, -1])
+async def test_engines_of_our_handshake_know_one_client(
+    monkeypatch: pytest.MonkeyPatch, client_index: int
+) -> None:
+    monkeypatch.setattr("trio_vllm.client._client.open_frontend", None)  # no socket is opened
+    mode = HandshakeOwner(handshake_address="tcp://127.0.0.1:1")
+    with pytest.raises(ConfigurationError, match="one output address"):
+        async with open_client(mode, client_index=client_index):
+            raise AssertionError("nobody would answer")

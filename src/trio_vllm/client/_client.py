@@ -25,6 +25,7 @@ import trio
 from trio_vllm._background import running
 from trio_vllm._errors import (
     ClientClosedError,
+    ConfigurationError,
     DuplicateRequestIdError,
     EngineCoreError,
     EngineDeadError,
@@ -392,12 +393,14 @@ async def open_client(
     Args:
       mode: Whether we do the startup handshake or a supervisor has done it.
       client_index: Which of the frontend's clients we are; engines answer on that output address.
+        They are told but one address by us, so other clients need a supervisor (`Bootstrapped`).
       vocab_size: Number of the model's token ids, if known. An engine dies of an id beyond it and
         does not tell its size, so with this such requests can be refused.
       structured_outputs_backend: For requests that name none.
 
     Raises:
-      ConfigurationError: An address is unusable, or the engines need a coordinator.
+      ConfigurationError: An address is unusable, the engines need a coordinator, or would not
+        answer to ``client_index``.
       StartupError: Engines are missing after the mode's timeout; tells which, and in which phase.
       InternalError: A bug of this package, never a peer's doing.
 
@@ -407,6 +410,11 @@ async def open_client(
     Cancellation:
       Leaves nothing behind, at any point.
     """
+    if client_index and isinstance(mode, HandshakeOwner):
+        raise ConfigurationError(
+            f"client_index must be 0, not {client_index}: HandshakeOwner tells the engines one output"
+            " address, and they would answer on one that does not exist"
+        )
     async with open_frontend(mode) as links:
         client = EngineCoreClient(
             links,
