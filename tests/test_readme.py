@@ -1,0 +1,80 @@
+"""The README: its program runs, its commands are understood, and what it names is there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import trio_vllm
+from trio_vllm import mock
+from trio_vllm.cli import _llm_smoke, _mock_engine
+from trio_vllm.llm import metrics
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+APPS = {"llm-smoke": _llm_smoke.app, "mock-engine": _mock_engine.app}
+
+
+def blocks(language: str) -> list[str]:
+    """The code in this language."""
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def commands() -> Iterator[list[str]]:
+    """What the shell is told to run of ours."""
+    start = rf"(?:^|[;&] )(?:\S*/)?((?:{'|'.join(APPS)})\b[^;&\n]*)"
+    for block in blocks("console"):
+        for command in re.findall(start, block.replace("\\\n", " "), re.MULTILINE):
+            yield shlex.split(command)
+
+
+def test_the_program_runs(tmp_path: Path) -> None:
+    """With mock engines beside it, at another address."""
+    (program,) = blocks("python")
+    default = "tcp://127.0.0.1:29550"
+    address = f"ipc://{tmp_path}/handshake"
+    assert default in program
+    mock_engine = [sys.executable, "-m", "trio_vllm", "mock-engine", "--handshake-address", address]
+    with subprocess.Popen(mock_engine, stderr=subprocess.DEVNULL) as mock:
+        done = subprocess.run(
+            [sys.executable, "-c", program.replace(default, address)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        mock.terminate()
+
+    assert "" == done.stderr
+    final, *deltas = done.stdout.splitlines()
+    assert final.endswith("] length Usage(prompt_tokens=3, output_tokens=16, cached_tokens=0)")
+    assert 16 == sum(len(delta.split(",")) for delta in deltas)
+
+
+@pytest.mark.parametrize("command", list(commands()), ids=shlex.join)
+def test_commands_are_understood(command: list[str]) -> None:
+    name, *arguments = command
+
+    APPS[name].parse_args(arguments, exit_on_error=False, print_error=False)
+
+
+def test_there_are_commands() -> None:
+    """Of both programs."""
+    assert set(APPS) == {name for name, *_ in commands()}
+
+
+def test_names_are_there() -> None:
+    """Everything in the table of what there is."""
+    table = README.partition("## What there is")[2].partition("\n## ")[0]
+    public = [getattr(trio_vllm, name) for name in trio_vllm.__all__]
+    known = {name for owner in (trio_vllm, mock, metrics, *public) for name in dir(owner)}
+
+    for code in re.findall("`([^`]+)`", table):
+        if not code.startswith(("trio_vllm.", "trio-vllm[")):
+            name = code.removeprefix("llm.").partition("(")[0].partition("=")[0]
+            assert name in known, code
