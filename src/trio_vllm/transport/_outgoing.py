@@ -70,7 +70,9 @@ class OutgoingConnection:
                 self._is_lost = True
                 self.state = f"{self.address} closed the connection"
         if self.state != state:
-            _log.info("%s", self.state)
+            # That it is open goes without saying if it is connected in a moment.
+            is_passing = event.kind is PeerEventKind.CONNECTED
+            _log.log(logging.DEBUG if is_passing else logging.INFO, "%s", self.state)
 
 
 def set_linger(socket: ZmqSocket, seconds: float) -> None:
