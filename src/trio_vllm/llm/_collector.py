@@ -252,11 +252,11 @@ class Collector:
 
     def _timings(self) -> RequestTimings:
         first, end = self._first_token_time, self._end_time
-        return RequestTimings.compute(
+        return RequestTimings(
             e2e_latency=(self._clock() if end is None else end) - self._arrival_time,
             time_to_first_token=None if first is None else first - self._arrival_time,
             events=self._events,
-            token_times=self._times.tolist(),
+            token_times=self._times,
             output_tokens=self.token_count,
         )
 

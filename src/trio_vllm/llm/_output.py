@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -38,59 +39,64 @@ class WeightVersionSpan:
     version: str
 
 
-@attrs.frozen(kw_only=True)
+@attrs.define(kw_only=True)
 class RequestTimings:
     """How long the parts of a completion took, in seconds; None where the engine does not tell.
 
-    Computed as upstream's frontends do (``vllm/v1/metrics/stats.py``, ``IterationStats``): the two
-    latencies by this process's clock, everything else by the engine's monotonic clock, of which
-    only differences mean anything.
+    Computed as upstream's frontends do (``vllm/v1/metrics/stats.py``, ``IterationStats``), when they
+    are asked for: the two latencies by this process's clock, everything else by the engine's
+    monotonic clock, of which only differences mean anything.
     """
 
     e2e_latency: float
     """From arrival to the last output."""
-    time_to_first_token: float | None = None
+    time_to_first_token: float | None
     """From arrival to the first output with a token."""
-    queued_time: float | None = None
-    prefill_time: float | None = None
-    """From being scheduled to the first token."""
-    decode_time: float | None = None
-    """From the first to the last token."""
-    inference_time: float | None = None
-    """From being scheduled to the last token."""
-    inter_token_latencies: tuple[float, ...] = ()
-    """Between each two outputs of the engine (which may hold several tokens)."""
-    mean_time_per_output_token: float | None = None
+    events: Sequence[EngineCoreEvent]
+    """The turns in the life of the request, by the engine's clock."""
+    token_times: Sequence[float]
+    """When each output with tokens was made, by the engine's clock."""
+    output_tokens: int
 
-    @staticmethod
-    def compute(
-        *,
-        e2e_latency: float,
-        time_to_first_token: float | None,
-        events: list[EngineCoreEvent],
-        token_times: list[float],
-        output_tokens: int,
-    ) -> RequestTimings:
-        """From the engine's events and the times of the outputs that had tokens."""
-        queued = _first(events, EventType.QUEUED)
-        scheduled = _first(events, EventType.SCHEDULED)
-        first, last = (token_times[0], token_times[-1]) if token_times else (None, None)
-        decode = _between(first, last)
-        return RequestTimings(
-            e2e_latency=e2e_latency,
-            time_to_first_token=time_to_first_token,
-            queued_time=_between(queued, scheduled),
-            prefill_time=_between(scheduled, first),
-            decode_time=decode,
-            inference_time=_between(scheduled, last),
-            inter_token_latencies=tuple(map(operator.sub, token_times[1:], token_times)),
-            mean_time_per_output_token=(
-                decode / (output_tokens - 1) if decode is not None and output_tokens > 1 else None
-            ),
+    @property
+    def queued_time(self) -> float | None:
+        """From being queued to being scheduled."""
+        queued = _first(self.events, EventType.QUEUED)
+        return _between(queued, _first(self.events, EventType.SCHEDULED))
+
+    @property
+    def prefill_time(self) -> float | None:
+        """From being scheduled to the first token."""
+        return _between(_first(self.events, EventType.SCHEDULED), self._at(0))
+
+    @property
+    def decode_time(self) -> float | None:
+        """From the first to the last token."""
+        return _between(self._at(0), self._at(-1))
+
+    @property
+    def inference_time(self) -> float | None:
+        """From being scheduled to the last token."""
+        return _between(_first(self.events, EventType.SCHEDULED), self._at(-1))
+
+    @property
+    def inter_token_latencies(self) -> tuple[float, ...]:
+        """Between each two outputs of the engine (which may hold several tokens)."""
+        return tuple(map(operator.sub, self.token_times[1:], self.token_times))
+
+    @property
+    def mean_time_per_output_token(self) -> float | None:
+        """``decode_time`` per token after the first."""
+        decode = self.decode_time
+        return (
+            None if decode is None or self.output_tokens < 2 else decode / (self.output_tokens - 1)
         )
 
+    def _at(self, index: int) -> float | None:
+        return self.token_times[index] if self.token_times else None
 
-def _first(events: list[EngineCoreEvent], kind: EventType) -> float | None:
+
+def _first(events: Sequence[EngineCoreEvent], kind: EventType) -> float | None:
     return next((event.timestamp for event in events if event.type is kind), None)
 
 
