@@ -20,6 +20,9 @@ LENGTH, STOP, ABORT, ERROR = (
 )
 
 
+NO_EMBEDDINGS = ["float32", [2**40, 0], ormsgpack.Ext(3, b"")]
+
+
 @pytest.fixture(params=[True, False], ids=["fast", "plain"])
 def driver(request: pytest.FixtureRequest) -> Driver:
     """An engine on either path."""
@@ -119,6 +122,7 @@ def test_nothing_but_an_id() -> None:
         ({"max_tokens": None}, "max_tokens must be set"),
         ({"prompt_token_ids": []}, "the prompt is empty"),
         ({"prompt_token_ids": None}, "the prompt is empty"),
+        ({"prompt_token_ids": None, "prompt_embeds": NO_EMBEDDINGS}, "the prompt is empty"),
         ({"prompt_token_ids": [1] * 50}, "the prompt of 50 tokens leaves no room"),
         ({"prompt_token_ids": [1] * 51}, "the prompt of 51 tokens leaves no room"),
         ({"sampling_params": None}, "neither sampling nor pooling"),
@@ -569,6 +573,36 @@ def test_a_refused_chunk_ends_its_session() -> None:
     reasons = [o.finish_reason for o in driver.outputs("a") if o.finish_reason is not None]
     assert [LENGTH, ERROR, LENGTH] == reasons
     assert stream(2) == driver.tokens("a")[3:]
+
+
+def test_a_session_of_chunks_that_end_at_once() -> None:
+    """However many have piled up, the first after them that takes a step waits for it."""
+    driver = drive()
+    driver.add("a", 2, resumable=True)
+    driver.step()
+    for _ in range(2_000):
+        driver.add("a", 0, resumable=True)
+    driver.add("a", 3, resumable=True)
+    driver.add("a", 0, resumable=True)
+    driver.step()
+
+    assert [LENGTH] * 2_001 == [o.finish_reason for o in driver.outputs("a") if o.finish_reason]
+    driver.run()
+    assert 2_003 == sum(output.finish_reason is LENGTH for output in driver.outputs("a"))
+    assert stream(5) == driver.tokens("a")
+
+
+def test_what_follows_the_end_of_a_session_is_new() -> None:
+    """Also if both came while a chunk was running."""
+    driver = drive()
+    driver.add("a", 2, resumable=True)
+    driver.step()
+    driver.add("a", 9)
+    driver.add("a", 3)
+    driver.add("a", 3)  # a duplicate of that
+    driver.run()
+
+    assert stream(2) + stream(3) == driver.tokens("a")
 
 
 # Statistics -------------------------------------------------------------------------------------

@@ -157,7 +157,8 @@ def _prompt_len(wire: EngineCoreRequest) -> int:
     if wire.prompt_token_ids is not None:
         return len(wire.prompt_token_ids)
     if wire.prompt_embeds is not None and wire.prompt_embeds.shape:
-        return wire.prompt_embeds.shape[0]
+        count, *sizes = wire.prompt_embeds.shape
+        return 0 if 0 in sizes else count  # any number of rows of nothing takes no memory
     return 0
 
 

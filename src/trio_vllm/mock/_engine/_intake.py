@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ._pause import Pause
     from ._requests import Request
     from ._scheduler import Scheduler
-    from ._sessions import Sessions
+    from ._sessions import Session, Sessions
 
 PAUSED = Refusal("the engine is paused", "engine_paused", retryable=True)
 DUPLICATE = Refusal("a request with this id is in flight")
@@ -87,24 +87,35 @@ class Intake:
             return False
         self._journal.started(request, self._chunk_size, self._answers.now)
         if wire.abort_immediately:
-            self.ended(request, FinishReason.ABORT)
+            self._account_for(request, FinishReason.ABORT)
             self._end_untold(request.client_index, request.request_id)
         elif request.end == emitted and not request.is_pooling:
             self._answers.finish(request.client_index, [request.request_id], request.finish_reason)
-            self.ended(request, request.finish_reason)
+            self._account_for(request, request.finish_reason)
         else:
             self._scheduler.add(request, self._answers.now)
         return True
 
     def ended(self, request: Request, reason: FinishReason) -> None:
         """A request is over that the scheduler has forgotten; its session may go on."""
-        self._journal.ended(request, reason)
-        if not self._sessions:
+        session = self._sessions.get(request.request_id)
+        self._account_for(request, reason)
+        if session is None or reason is FinishReason.ABORT:
             return
+        # Chunks may end as soon as they start. What follows the end of the session is no chunk.
+        while session.queue and not self._is_busy(session, request.request_id):
+            self.add(session.queue.popleft())
+
+    def _account_for(self, request: Request, reason: FinishReason) -> None:
+        self._journal.ended(request, reason)
         if reason is FinishReason.ABORT:
             self._sessions.close(request.request_id)
-        elif (wire := self._sessions.chunk_ended(request.request_id, request.emitted)) is not None:
-            self.add(wire)
+        else:
+            self._sessions.chunk_ended(request.request_id, request.emitted)
+
+    def _is_busy(self, session: Session, request_id: str) -> bool:
+        is_open = self._sessions.get(request_id) is session
+        return is_open and self._scheduler.get(request_id) is not None
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop these requests without an answer; unknown ids do not matter."""

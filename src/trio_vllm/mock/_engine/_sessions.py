@@ -33,9 +33,6 @@ class Sessions:
 
     _open: dict[str, Session] = attrs.field(factory=dict, init=False)
 
-    def __bool__(self) -> bool:
-        return bool(self._open)
-
     def get(self, request_id: str) -> Session | None:
         """The session with this id, if it is open."""
         return self._open.get(request_id)
@@ -54,10 +51,8 @@ class Sessions:
         self._open.clear()
         return closed
 
-    def chunk_ended(self, request_id: str, emitted: int) -> EngineCoreRequest | None:
-        """A chunk has ended after ``emitted`` tokens in all; the ADD to go on with, if it is there."""
+    def chunk_ended(self, request_id: str, emitted: int) -> None:
+        """A chunk has ended, if that was one, after ``emitted`` tokens in all."""
         session = self._open.get(request_id)
-        if session is None:
-            return None
-        session.emitted = emitted
-        return session.queue.popleft() if session.queue else None
+        if session is not None:
+            session.emitted = emitted
