@@ -32,7 +32,7 @@ async def encode(llm: Llm) -> None:
 
 @pytest.mark.parametrize("play", [generate, stream, encode])
 async def test_nothing_is_left_behind(play: Callable[[Llm], Awaitable[None]]) -> None:
-    async with open_pair(2) as (world, mocks):
+    async with open_pair(2, supported_tasks=("generate", "embed")) as (world, mocks):
         llm = Llm(world.client)
         for number in itertools.count(1):
             cancelled = await was_cancelled_at(number, lambda: play(llm))

@@ -29,6 +29,7 @@ from trio_vllm._errors import (
     DuplicateRequestIdError,
     EngineCoreError,
     EngineDeadError,
+    UtilityCallFailedError,
     UtilityTimeoutError,
     fresh,
 )
@@ -91,6 +92,7 @@ class EngineCoreClient(UtilityMethods):
         self.fleet = EngineFleet(links.ready_responses)
         """What the engines told of themselves."""
         self._limits = self.fleet.limits(vocab_size=vocab_size)
+        self._learning_tasks = trio.Lock()
         self._balancer = Balancer(links.ready_responses)
         self._lives = EngineLives(
             links.ready_responses,
@@ -228,13 +230,17 @@ class EngineCoreClient(UtilityMethods):
     async def call(self, request: EngineCoreRequest) -> AsyncIterator[OutputStream]:
         """Send a request; the block's value iterates over its outputs.
 
-        Leaving the block early, for whatever reason, aborts the request.
+        Leaving the block early, for whatever reason, aborts the request. Before the first pooling
+        request, the engines are asked what they support.
 
         Raises:
           RequestError: The request was refused, nothing was sent.
+          UtilityError: The engines would not say what they support.
           EngineDeadError: No engine is left.
           ClientClosedError: The client is closed.
         """
+        if request.pooling_params is not None:
+            await self.learn_supported_tasks()
         stream = OutputStream(request.request_id)
         self.submit(request, stream)
         try:
@@ -242,12 +248,40 @@ class EngineCoreClient(UtilityMethods):
         finally:
             self.drop(stream)
 
+    async def learn_supported_tasks(self) -> None:
+        """Ask the engines what the model can do, once; from then on requests must keep to it.
+
+        An engine dies of a pooling task that it has not, and a pooling one of a request to
+        generate.
+
+        Raises:
+          UtilityError: They would not say.
+          EngineDeadError: No engine is left.
+          ClientClosedError: The client is closed.
+
+        Cancellation:
+          The next call asks again.
+        """
+        if self._limits.supported_tasks is not None:
+            await trio.lowlevel.checkpoint()
+            return
+        async with self._learning_tasks:
+            while self._limits.supported_tasks is None:
+                try:
+                    tasks = await self.get_supported_tasks()
+                except UtilityCallFailedError as error:
+                    if not isinstance(error.__cause__, EngineDeadError):
+                        raise
+                    continue  # one has died, the others serve on
+                self._limits = attrs.evolve(self._limits, supported_tasks=tasks)
+
     def submit(self, request: EngineCoreRequest, sink: Sink) -> None:
         """Send a request whose outputs go to ``sink``; the building block of `call` and `Llm`.
 
         The request is checked first, completed (stop ids, structured-output backend, client index)
         in a copy, and sent to the pinned or else the least loaded engine. An id should not be used
-        again after an abort: outputs for the old request may still be on their way.
+        again after an abort: outputs for the old request may still be on their way. What the model
+        can do is checked once `learn_supported_tasks` has found out.
 
         Raises:
           RequestError: The request was refused, nothing was sent.

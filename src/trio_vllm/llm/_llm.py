@@ -105,8 +105,14 @@ class Llm:
             yield GenerateStream(identity.external_id, generation)
 
     async def encode(self, request: EncodeRequest) -> EncodeOutput:
-        """Pool a prompt. Raises and is cancelled as `generate`."""
+        """Pool a prompt. Raises and is cancelled as `generate`.
+
+        Before the first one, the engines are asked what the model supports: a task that is not
+        among it is refused, and from then on so is generation by a model that only pools. This may
+        raise `UtilityError`.
+        """
         identity = self._identify(request)
+        await self.client.learn_supported_tasks()
         with self._submitted(identity, [lower_encode(request, identity)], FINAL_ONLY) as generation:
             await generation.wait_ended()
             (collector,) = generation.collectors

@@ -1,0 +1,203 @@
+"""What the model can do is asked for before the first pooling request, and kept to."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from tests.cancelling import was_cancelled_at
+from tests.client.pair import open_pair
+from tests.client.scripted import Failure, scripted_engines
+from tests.client.world import World, make_request, open_world
+from trio.testing import assert_checkpoints, wait_all_tasks_blocked
+
+from trio_vllm._errors import (
+    ClientClosedError,
+    EngineDeadError,
+    UnsupportedFieldError,
+    UtilityCallFailedError,
+    UtilityResultError,
+)
+from trio_vllm.client import EngineCoreClient, OutputStream
+from trio_vllm.client._lives import LOSS_GRACE
+from trio_vllm.protocol import EngineCoreRequest, PoolingParams
+
+ASKED: list[tuple[str, list[object]]] = [("get_supported_tasks", [])]
+
+
+def make_pooling_request(request_id: str = "p", task: str = "embed") -> EngineCoreRequest:
+    return make_request(request_id, sampling_params=None, pooling_params=PoolingParams(task=task))
+
+
+async def refused(client: EngineCoreClient, request: EngineCoreRequest, reason: str) -> None:
+    with pytest.raises(UnsupportedFieldError, match=reason):
+        async with client.call(request):
+            raise AssertionError("it was sent")
+
+
+async def test_a_pooling_request_is_not_sent_to_a_model_that_generates() -> None:
+    async with scripted_engines({"get_supported_tasks": ["generate"]}) as (client, engines):
+        await refused(client, make_pooling_request(), "'embed' is not supported")
+        await refused(client, make_pooling_request(), "'embed' is not supported")
+        async with client.call(make_request()):
+            pass
+
+        assert {0: ASKED} == engines.calls
+
+
+async def test_a_generation_request_is_not_sent_to_a_model_that_is_known_to_pool() -> None:
+    async with scripted_engines({"get_supported_tasks": ["embed"]}) as (client, engines):
+        await refused(client, make_pooling_request(task="classify"), "'classify' is not supported")
+        async with client.call(make_pooling_request()):
+            pass
+        await refused(client, make_request(), "only pools")
+        with pytest.raises(UnsupportedFieldError):
+            client.submit(make_request(), OutputStream("r"))
+
+        assert {0: ASKED} == engines.calls
+
+
+async def test_generation_asks_nothing() -> None:
+    async with scripted_engines({}) as (client, engines):
+        async with client.call(make_request()):
+            pass
+
+        assert {0: []} == engines.calls
+
+
+async def test_other_limits_stay() -> None:
+    options = {"vocab_size": 10}
+    async with open_pair(supported_tasks=("embed",), client_options=options) as (world, _):
+        before = world.client._limits
+        await world.client.learn_supported_tasks()
+
+        assert 10 == before.vocab_size == world.client._limits.vocab_size
+        assert before.max_model_len == world.client._limits.max_model_len
+        async with world.client.call(make_pooling_request()) as outputs:
+            assert [True] == [o.output.pooling_output is not None async for o in outputs]
+
+
+async def test_concurrent_requests_ask_once() -> None:
+    async with scripted_engines({"get_supported_tasks": ["embed"]}, ["0.33.0"] * 2) as pair:
+        client, engines = pair
+
+        async def pool(number: int) -> None:
+            async with client.call(make_pooling_request(f"p{number}")):
+                pass
+
+        async with trio.open_nursery() as nursery:
+            for number in range(5):
+                nursery.start_soon(pool, number)
+
+        assert {0: ASKED, 1: ASKED} == engines.calls
+
+
+async def learn_in(world: World, nursery: trio.Nursery) -> list[BaseException | None]:
+    """Learn beside the test, up to the wait; the list gets how it ends."""
+    ends: list[BaseException | None] = []
+
+    async def learn() -> None:
+        try:
+            await world.client.learn_supported_tasks()
+        except Exception as error:
+            ends.append(error)
+        else:
+            ends.append(None)
+
+    nursery.start_soon(learn)
+    await wait_all_tasks_blocked()
+    return ends
+
+
+async def test_who_waits_asks_again_for_one_that_was_cancelled() -> None:
+    async with open_world() as world, trio.open_nursery() as nursery:
+        async with trio.open_nursery() as first:
+            await learn_in(world, first)
+            asked = world.engine.call()
+            ends = await learn_in(world, nursery)
+            assert [] == world.engine.received()
+            first.cancel_scope.cancel()
+        await wait_all_tasks_blocked()
+        again = world.engine.call()
+        assert "get_supported_tasks" == asked.method == again.method
+        await world.engine.answer(asked.call_id, ["classify"])  # late, for nobody
+        assert [] == ends
+        await world.engine.answer(again.call_id, ["embed"])
+
+        assert [None] == ends
+        assert ["embed"] == world.client._limits.supported_tasks
+        world.assert_tidy()
+
+
+async def test_an_engine_that_dies_meanwhile_is_not_needed() -> None:
+    async with open_world(2) as world, trio.open_nursery() as nursery:
+        ends = await learn_in(world, nursery)
+        await world.engines[0].answer(world.engines[0].call().call_id, ["embed"])
+        await world.engines[1].die()
+        await trio.sleep(2 * LOSS_GRACE)
+        await world.engines[0].answer(world.engines[0].call().call_id, ["embed"])
+
+        assert [None] == ends
+        assert ["embed"] == world.client._limits.supported_tasks
+
+
+async def test_when_the_last_engine_dies_so_does_the_request() -> None:
+    async with open_world() as world, trio.open_nursery() as nursery:
+        ends = await learn_in(world, nursery)
+        await world.engine.say_farewell()
+
+        assert [EngineDeadError] == [type(end) for end in ends]
+        world.assert_tidy()
+
+
+async def test_a_closed_client_asks_nobody() -> None:
+    async with open_world() as world, trio.open_nursery() as nursery:
+        ends = await learn_in(world, nursery)
+        world.client.close()
+        await wait_all_tasks_blocked()
+
+        assert [ClientClosedError] == [type(end) for end in ends]
+        with pytest.raises(ClientClosedError):
+            async with world.client.call(make_pooling_request()):
+                raise AssertionError("it was sent")
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [(Failure("no"), UtilityCallFailedError), ({"a": 1}, UtilityResultError)],
+)
+async def test_engines_that_do_not_say_are_asked_again(
+    answer: object, error: type[Exception]
+) -> None:
+    answers = {"get_supported_tasks": answer}
+    async with scripted_engines(answers) as (client, engines):
+        for _ in range(2):
+            with pytest.raises(error):
+                await client.learn_supported_tasks()
+        answers["get_supported_tasks"] = ["embed"]
+        await client.learn_supported_tasks()
+
+        assert {0: ASKED * 3} == engines.calls
+
+
+async def test_cancelled_anywhere_it_leaves_nothing_behind() -> None:
+    async with open_pair(2, supported_tasks=("embed",)) as (world, mocks):
+
+        async def pool() -> None:
+            async with world.client.call(make_pooling_request()) as outputs:
+                assert 1 == len([output async for output in outputs])
+
+        number = 1
+        while await was_cancelled_at(number, pool):
+            await wait_all_tasks_blocked()
+            world.assert_tidy()
+            assert not any(mock.has_unfinished for mock in mocks)
+            world.client._limits = world.client.fleet.limits(vocab_size=None)
+            number += 1
+        assert number > 2
+
+
+async def test_it_always_checkpoints() -> None:
+    async with open_pair() as (world, _):
+        for _ in range(2):
+            with assert_checkpoints():
+                await world.client.learn_supported_tasks()
