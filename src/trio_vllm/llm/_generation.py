@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
+import attrs
 import trio
 
 from trio_vllm._errors import fresh
@@ -13,13 +13,17 @@ from trio_vllm.llm._collector import Collector
 from trio_vllm.llm._output import CompletionOutput
 
 
+@attrs.define(eq=False)
 class Generation:
     """The engine requests of one caller's request, which share a waker. One task may wait."""
 
-    def __init__(self, collectors: Sequence[Collector], waker: Waker) -> None:
-        self.collectors = collectors
-        self._turns = deque(collectors)
-        self._waker = waker
+    external_id: str
+    collectors: Sequence[Collector]
+    _waker: Waker
+    submitted_count: int = attrs.field(default=0, init=False)
+    """How many of them an engine has got."""
+    _turn: int = attrs.field(default=0, init=False)
+    """Which completion may deliver next."""
 
     async def wait_due(self) -> Collector | None:
         """Wait until some completion has a delivery; None when all have ended."""
@@ -34,9 +38,11 @@ class Generation:
 
     def _next_due(self) -> Collector | None:
         """One completion after the other: with a slow caller the first might always be due."""
-        for number, collector in enumerate(self._turns, start=1):
+        collectors, turn = self.collectors, self._turn
+        for number in range(turn, turn + len(collectors)):
+            collector = collectors[number % len(collectors)]
             if collector.is_due:
-                self._turns.rotate(-number)
+                self._turn = (number + 1) % len(collectors)
                 return collector
         return None
 
@@ -70,8 +76,8 @@ class GenerateStream:
     iterate.
     """
 
-    def __init__(self, request_id: str, generation: Generation) -> None:
-        self.request_id = request_id
+    def __init__(self, generation: Generation) -> None:
+        self.request_id = generation.external_id
         """The caller's id."""
         self._generation = generation
 
