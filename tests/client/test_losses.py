@@ -279,6 +279,66 @@ async def test_engines_in_lockstep_take_any_farewell_for_the_end(autojump_clock:
         assert start == trio.current_time()
 
 
+@pytest.mark.parametrize("data_parallel_size", [1, 3])
+async def test_the_farewell_of_an_engine_whose_connection_is_known_counts_at_once(
+    data_parallel_size: int, autojump_clock: MockClock
+) -> None:
+    async with (
+        open_world(3, connections_are_known=True, data_parallel_size=data_parallel_size) as world,
+        AsyncExitStack() as stack,
+    ):
+        streams = await open_streams(stack, world)
+        await world.engines[1].emit("r1", [7])
+        await anext(streams[1])
+        start = trio.current_time()
+        await world.engines[1].say_farewell()
+
+        error = await fate(streams[1])
+
+        assert start == trio.current_time()
+        assert (1, REPORTED_DEATH) == (error.engine_index, error.reason)
+        for _ in range(2):
+            await world.engines[1].say_farewell()
+        await world.engines[1].die()
+        await trio.sleep(2 * FAREWELL_GRACE)
+        assert [1] == list(world.client.dead_engines)
+        assert (data_parallel_size == 1) == (world.client.failure is None)
+
+
+async def test_an_answer_makes_the_connection_known_too(autojump_clock: MockClock) -> None:
+    async with open_world(2, connections_are_known=True) as world:
+        for engine in world.engines:
+            await engine.answer(123)
+        await world.engines[0].say_farewell()
+
+        assert [0] == list(world.client.dead_engines)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_the_loss_of_a_known_sender_does_not_take_anothers_farewell(
+    is_late: bool, autojump_clock: MockClock
+) -> None:
+    async with open_world(3, connections_are_known=True) as world:
+        known, other, _ = world.engines
+        await known.send()
+        if is_late:
+            await known.die()
+            await trio.sleep(2 * LOSS_GRACE)
+            await known.say_farewell()
+            await other.say_farewell()
+        else:
+            await known.say_farewell()
+            await other.say_farewell()
+            await known.die()
+        await trio.sleep(2 * LOSS_GRACE)
+        await other.die()
+        await trio.sleep(2 * LOSS_GRACE)
+
+        assert REPORTED_DEATH == world.client.dead_engines[other.index].reason
+        await trio.sleep(2 * FAREWELL_GRACE)
+        assert world.client.failure is None
+
+
 # What cannot be read ------------------------------------------------------------------------------
 
 GARBAGE = {
@@ -335,6 +395,26 @@ async def test_if_the_sender_cannot_be_told_no_engine_can_be_relied_on(
         assert isinstance(world.client.failure, DecodeError)
         await wait_all_tasks_blocked()
         assert [[["r0"]], [["r1"]]] == [engine.aborts() for engine in world.engines]
+
+
+@pytest.mark.parametrize("frame", [b"\xc1", b"\x92\x01\xa7no rows"], ids=["nobody", "other"])
+async def test_the_connection_tells_who_sent_what_cannot_be_read(
+    frame: bytes, autojump_clock: MockClock
+) -> None:
+    async with (
+        open_world(2, connections_are_known=True) as world,
+        AsyncExitStack() as stack,
+    ):
+        streams = await open_streams(stack, world)
+        await world.engines[0].send(scheduler_stats=SchedulerStats())
+        await world.engines[0].say(frame)
+
+        error = await fate(streams[0])
+
+        assert 0 == error.engine_index
+        await world.engines[1].emit("r1", [7], FinishReason.LENGTH)
+        assert [7] == (await anext(streams[1])).output.new_token_ids
+        assert world.client.failure is None
 
 
 async def test_the_last_engine_left_is_the_sender(autojump_clock: MockClock) -> None:

@@ -160,7 +160,11 @@ class World:
 
 @asynccontextmanager
 async def open_world(
-    engine_count: int = 1, *, client_options: dict[str, Any] | None = None, **ready: Any
+    engine_count: int = 1,
+    *,
+    connections_are_known: bool = False,
+    client_options: dict[str, Any] | None = None,
+    **ready: Any,
 ) -> AsyncIterator[World]:
     """A running client of so many engines, which registered with these values."""
     router = MemoryRouter()
@@ -168,7 +172,13 @@ async def open_world(
     send_losses, losses = trio.open_memory_channel[int](math.inf)
     responses = {index: ready_response(index, **ready) for index in range(engine_count)}
     engines = [
-        Engine(index, router.connect(EngineId.of(index)), send_outputs, router, send_losses)
+        Engine(
+            index,
+            router.connect(EngineId.of(index)),
+            attrs.evolve(send_outputs, descriptor=20 + index if connections_are_known else None),
+            router,
+            send_losses,
+        )
         for index in responses
     ]
     links = EngineLinks("memory:in", "memory:out", responses, router, outputs, losses)

@@ -273,6 +273,28 @@ async def test_descriptor_tells_connections_apart(
     assert 2 == len(set.union(*descriptors.values()))
 
 
+async def test_batch_with_descriptors(context: ZmqContext) -> None:
+    pull = context.socket(SocketType.PULL)
+    address = pull.bind(ANY_PORT)
+    pushes = [context.socket(SocketType.PUSH) for _ in range(2)]
+    for push in pushes:
+        push.connect(address)
+        for number in range(3):
+            push.send_nowait([b"%d" % pushes.index(push), b"%d" % number])
+    received: list[tuple[list[bytes], int | None]] = []
+
+    with trio.fail_after(2):
+        while len(received) < 6:
+            batch = await pull.receive_batch_with_descriptors(4)
+            assert 1 <= len(batch) <= 4
+            received += batch
+
+    descriptors = {(frames[0], descriptor) for frames, descriptor in received}
+    assert 2 == len(descriptors) == len({descriptor for _, descriptor in descriptors})
+    for name in (b"0", b"1"):
+        assert [b"0", b"1", b"2"] == [frames[1] for frames, _ in received if frames[0] == name]
+
+
 async def test_peer_of_an_old_protocol_has_no_descriptor(context: ZmqContext) -> None:
     """Junk on an open port may pass for ZMTP 1.0, as this does."""
     router = context.socket(SocketType.ROUTER)

@@ -43,12 +43,16 @@ class Dispatcher:
         self._has_choice = len(lives.living) > 1
         self._stats: dict[int, RowBatch] = {}
         self._garblers: set[int] = set()
+        # Which engine has sent something readable by a connection; by the connection's descriptor.
+        self._senders: dict[int | None, int] = {}
         self.stats_listener: StatsListener | None = None
 
-    def take(self, frames: Frames) -> None:
-        """Hand out a message."""
+    def take(self, frames: Frames, descriptor: int | None = None) -> None:
+        """Hand out a message; ``descriptor`` is that of its connection, if it is known."""
         try:
             message = open_outputs(frames)
+            if descriptor is not None and not isinstance(message, EngineDead):
+                self._senders[descriptor] = message.engine_index
             match message:
                 case RowBatch():
                     self._take_batch(message)
@@ -57,9 +61,9 @@ class Dispatcher:
                 case DpControlOutput():
                     _log.warning("engine %d sent a wave notice here", message.engine_index)
                 case EngineDead():
-                    self._lives.take_farewell()
+                    self._lives.take_farewell(self._senders.get(descriptor))
         except DecodeError as error:
-            self._lives.take_unreadable(error)
+            self._lives.take_unreadable(error, self._senders.get(descriptor))
 
     def _take_batch(self, batch: RowBatch) -> None:
         if batch.engine_index in self._lives.dead:

@@ -4,11 +4,13 @@ Theory of operation. An engine goes in one of three ways.
 
 * Its connection is lost. It is sent nothing from then on, but what it sent before, over another
   connection, may still be on its way: its requests fail `LOSS_GRACE` seconds later.
-* It sends ENGINE_CORE_DEAD, without saying who it is. If a connection has broken in the last
-  `LATE_FAREWELL` seconds, it was that engine; else the only living engine is dead at once, and of
-  several it is the one whose connection breaks next. If none does within `FAREWELL_GRACE` seconds,
-  an engine that serves nobody cannot be told from the others, so none can be relied on.
-* It sends what cannot be read. What it says next cannot be trusted, so it is dead at once.
+* It sends ENGINE_CORE_DEAD, without saying who it is. If something else has come by the same
+  connection before, that told it. Otherwise, if a connection has broken in the last `LATE_FAREWELL`
+  seconds, it was that engine; else the only living engine is dead at once, and of several it is the
+  one whose connection breaks next. If none does within `FAREWELL_GRACE` seconds, an engine that
+  serves nobody cannot be told from the others, so none can be relied on.
+* It sends what cannot be read. What it says next cannot be trusted, so it is dead at once. Who it is
+  is known from the connection, or else from the message, if that much of it can be read.
 
 The first reason is kept. Engines in lockstep go together.
 """
@@ -99,6 +101,8 @@ class EngineLives:
 
     async def _bury_lost(self, engine_index: int) -> None:
         await trio.sleep(LOSS_GRACE)
+        if engine_index in self.dead:
+            return  # this is no news, and tells nothing of other engines' farewells
         if self._farewells:
             self._farewells.popleft().set()
             self.die(engine_index, REPORTED_DEATH)
@@ -109,9 +113,14 @@ class EngineLives:
             if engine_index in self._silent:
                 self._silent.remove(engine_index)
 
-    def take_farewell(self) -> None:
-        """Somebody sent ENGINE_CORE_DEAD."""
-        if self._is_lockstep and len(self.living) > 1:
+    def take_farewell(self, sender: int | None) -> None:
+        """An engine sent ENGINE_CORE_DEAD; None if it is not known which."""
+        if sender in self.dead:
+            if sender in self._silent:
+                self._silent.remove(sender)
+        elif sender in self.living:
+            self.die(sender, REPORTED_DEATH)
+        elif self._is_lockstep and len(self.living) > 1:
             self._on_failure(EngineDeadError(None, REPORTED_DEATH))
         elif self._silent:
             del self._silent[0]
@@ -128,13 +137,15 @@ class EngineLives:
         if not known.is_set():
             self._on_failure(EngineDeadError(None, REPORTED_DEATH))
 
-    def take_unreadable(self, error: DecodeError) -> None:
-        """Somebody sent a message that cannot be read."""
-        if error.engine_index in self.dead:
+    def take_unreadable(self, error: DecodeError, sender: int | None) -> None:
+        """An engine sent a message that cannot be read; None if it is not known which."""
+        if sender is None:
+            sender = error.engine_index
+        if sender in self.dead:
             return
         reason = f"{UNREADABLE}: {error}"
-        if error.engine_index in self.living:
-            self.die(error.engine_index, reason, error)
+        if sender in self.living:
+            self.die(sender, reason, error)
         elif len(self.living) == 1:
             self.die(self.living[0], reason, error)
         else:

@@ -21,6 +21,18 @@ class FrameReceiver(Protocol):
         ...
 
 
+class LabelledFrameReceiver(FrameReceiver, Protocol):
+    """A receiver that many connections end in, and that can tell them apart."""
+
+    async def receive_batch_with_descriptors(self, limit: int) -> list[tuple[Frames, int | None]]:
+        """Like `receive_batch`, each message with the descriptor of the connection it came by.
+
+        It is None if the connection is not known. A descriptor may be used again for another
+        connection when the first one is gone.
+        """
+        ...
+
+
 class FrameSender(Protocol):
     """The sending side of a connection; one task at a time may wait in `send`."""
 

@@ -22,7 +22,7 @@ from trio_vllm.protocol import (
     HandshakeInit,
     encode_init,
 )
-from trio_vllm.transport._channels import FrameReceiver, FrameSender
+from trio_vllm.transport._channels import FrameReceiver, FrameSender, LabelledFrameReceiver
 from trio_vllm.transport._connections import EngineConnections
 from trio_vllm.transport._context import SocketType, ZmqContext, open_context
 from trio_vllm.transport._frontend_startup import Handshake, StartupRun
@@ -77,7 +77,7 @@ class EngineLinks:
     """What each engine told of itself, by engine index."""
     requests: FrameSender
     """Messages to engines; the first frame is the engine id. Never blocks."""
-    outputs: FrameReceiver
+    outputs: LabelledFrameReceiver
     """Messages of all engines."""
     losses: trio.abc.ReceiveChannel[int]
     """The index of each engine whose connection breaks."""

@@ -29,6 +29,7 @@ T = TypeVar("T")
 RECEIVABLE = int(zmq.POLLIN)
 SENDABLE = int(zmq.POLLOUT)
 EVENTS = int(zmq.EVENTS)
+SOURCE_DESCRIPTOR = int(zmq.SRCFD)
 DONT_WAIT = int(zmq.DONTWAIT)
 MORE_FOLLOWS = int(zmq.SNDMORE)
 
@@ -150,15 +151,20 @@ class ZmqSocket:
         raise trio.WouldBlock
 
     async def receive_with_descriptor(self) -> tuple[Frames, int | None]:
-        """Wait for one message; return it and the descriptor of the connection it came by.
+        """Wait for one message; like `receive_batch_with_descriptors` otherwise."""
+        (received,) = await self.receive_batch_with_descriptors(1)
+        return received
+
+    async def receive_batch_with_descriptors(self, limit: int) -> list[tuple[Frames, int | None]]:
+        """Like `receive_batch`, each message with the descriptor of the connection it came by.
 
         The monitor names this descriptor when the connection is lost. After that it may be used
         again for another connection. It is None for a peer that speaks a version of the protocol
         from before 2013; so can whatever sends junk to an open port be understood.
         """
         descriptors: list[int | None] = []
-        (frames,) = await self._attempt_until(RECEIVABLE, lambda: self._take(1, descriptors))
-        return frames, descriptors[-1]
+        batch = await self._attempt_until(RECEIVABLE, lambda: self._take(limit, descriptors))
+        return list(zip(batch, descriptors, strict=True))
 
     async def send(self, frames: Sequence[bytes | memoryview]) -> None:
         """Queue one message, waiting while the send high-water mark is reached.
@@ -283,7 +289,7 @@ class ZmqSocket:
 
 def _descriptor_of(frame: zmq.Frame) -> int | None:
     try:
-        return int(frame.get(zmq.SRCFD))
+        return int(frame.get(SOURCE_DESCRIPTOR))
     except zmq.ZMQError:
         return None  # nothing but the bytes came by ZMTP 1 and 2
 
