@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,9 @@ from tests.transport.peers import ANY_PORT
 from trio.testing import wait_all_tasks_blocked
 
 from trio_vllm._errors import ConfigurationError
-from trio_vllm.transport import _context
+from trio_vllm.transport import _backlog, _context
 from trio_vllm.transport._context import SocketType, ZmqContext, open_context
-from trio_vllm.transport._socket import ZmqSocket
+from trio_vllm.transport._socket import ZERO_COPY_SIZE, ZmqSocket
 
 
 async def test_late_listener_gets_the_last_message_within_the_linger(tmp_path: Path) -> None:
@@ -121,6 +122,42 @@ async def test_send_high_water_mark_bounds_what_waits(context: ZmqContext, tmp_p
 
     with pytest.raises(trio.WouldBlock):
         push.send_nowait([b"one too many"])
+
+
+async def test_of_large_messages_fewer_wait(
+    monkeypatch: pytest.MonkeyPatch, context: ZmqContext, tmp_path: Path
+) -> None:
+    """And a sender that waits goes on when the peer has taken some."""
+    monkeypatch.setattr(_backlog, "BACKLOG_SIZE", 4 * ZERO_COPY_SIZE)
+    push = context.socket(SocketType.PUSH, send_high_water_mark=100)
+    push.connect(address := f"ipc://{tmp_path}/socket")
+    large: list[bytes | memoryview] = [bytes(ZERO_COPY_SIZE), memoryview(b"in two frames")]
+
+    assert 4 == send_until_full(push, large)
+    assert 96 == send_until_full(push, [b"small"])
+
+    pull = context.socket(SocketType.PULL)
+    pull.bind(address)
+    with trio.fail_after(10):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(send_many, push, large, 50)
+            received = [await pull.receive() for _ in range(150)]
+    assert [large] * 4 + [[b"small"]] * 96 + [large] * 50 == received
+
+
+async def send_many(socket: ZmqSocket, message: list[bytes | memoryview], count: int) -> None:
+    for _ in range(count):
+        await socket.send(message)
+
+
+def send_until_full(socket: ZmqSocket, message: Sequence[bytes | memoryview]) -> int:
+    """How many messages it takes."""
+    for count in itertools.count():
+        try:
+            socket.send_nowait(message)
+        except trio.WouldBlock:
+            return count
+    raise AssertionError
 
 
 async def test_there_is_no_bound_otherwise(context: ZmqContext, tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ class ZmqContext:
           socket_type: What it does, for example ``SocketType.ROUTER``.
           identity: What a ROUTER at the other end shall know us by.
           linger: Seconds from closing in which messages under way may still get out.
-          send_high_water_mark: How many messages a peer may be behind before sending waits; 0 is
-            any number.
+          send_high_water_mark: How many messages a peer may be behind before sending waits, or
+            fewer that are large (`BACKLOG_SIZE`); 0 is any number.
 
         Raises:
           ConfigurationError: There is no descriptor left, or an option has an impossible value.
@@ -68,7 +68,7 @@ class ZmqContext:
         if identity:
             options[zmq.IDENTITY] = identity
         self._longest_linger = max(self._longest_linger, linger)
-        return self._make(socket_type, options)
+        return self._make(socket_type, options, is_bounded=send_high_water_mark > 0)
 
     def open_monitor(self, watched: ZmqSocket) -> PeerMonitor:
         """Watch the connections of a socket; before it is bound, to miss none."""
@@ -78,14 +78,20 @@ class ZmqContext:
         source.receive_events(address)
         return PeerMonitor(watched, source)
 
-    def _make(self, socket_type: SocketType, options: dict[int, int | bytes]) -> ZmqSocket:
+    def _make(
+        self,
+        socket_type: SocketType,
+        options: dict[int, int | bytes],
+        *,
+        is_bounded: bool = False,
+    ) -> ZmqSocket:
         if self._raw.closed:
             raise trio.ClosedResourceError("this context is closed")
         try:
             raw = self._raw.socket(socket_type)
         except zmq.ZMQError as error:
             raise translated(error, "cannot make another socket") from error
-        socket = ZmqSocket(raw)
+        socket = ZmqSocket(raw, is_bounded=is_bounded)
         self._sockets.append(socket)
         socket.set_options(options)
         return socket

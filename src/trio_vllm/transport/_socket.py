@@ -13,6 +13,7 @@ A message is taken, or handed over, in one synchronous step, after which nothing
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -21,6 +22,7 @@ import zmq
 
 from trio_vllm._errors import AddressInUseError, ConfigurationError, PeerGoneError
 from trio_vllm.transport._address import parse_endpoint
+from trio_vllm.transport._backlog import LOOKING_INTERVAL, Backlog, tracked
 from trio_vllm.transport._channels import Frames
 
 T = TypeVar("T")
@@ -43,8 +45,9 @@ class ZmqSocket:
     One task may receive while another one sends. Made by `ZmqContext.socket`, which also closes it.
     """
 
-    def __init__(self, raw: zmq.Socket[bytes]) -> None:
+    def __init__(self, raw: zmq.Socket[bytes], *, is_bounded: bool = False) -> None:
         self._raw = raw
+        self._backlog = Backlog() if is_bounded else None
         self._descriptor: int = raw.FD
         self._waiting: dict[int, trio.CancelScope] = {}
         self._descriptor_is_watched = False
@@ -212,7 +215,7 @@ class ZmqSocket:
 
     async def _wait(self, event: int) -> None:
         """Wait until ``event`` may have become possible. Returns for nothing at times."""
-        with trio.CancelScope() as scope:
+        with trio.move_on_after(self._patience(event)) as scope:
             self._waiting[event] = scope
             try:
                 if self._descriptor_is_watched:
@@ -221,6 +224,10 @@ class ZmqSocket:
                     await self._watch_descriptor()
             finally:
                 del self._waiting[event]
+
+    def _patience(self, event: int) -> float:
+        is_full = self._backlog is not None and event == SENDABLE and self._backlog.is_full
+        return LOOKING_INTERVAL if is_full else math.inf
 
     async def _watch_descriptor(self) -> None:
         self._descriptor_is_watched = True
@@ -269,18 +276,39 @@ class ZmqSocket:
     def _put(self, frames: Sequence[bytes | memoryview]) -> bool:
         """Hand over one message; False if ØMQ does not take it now."""
         _check_frames(frames)
-        accepted = self._try_to_send(frames)
+        if self._backlog is not None:
+            size = sum(memoryview(frame).nbytes for frame in frames)
+            if size >= ZERO_COPY_SIZE:
+                return self._put_large(frames, size, self._backlog)
+        *head, last = frames
+        return self._hand_over(head, last)
+
+    def _put_large(self, frames: Sequence[bytes | memoryview], size: int, backlog: Backlog) -> bool:
+        if backlog.is_full:
+            return False
+        *head, last = frames
+        lent, tracker = tracked(last)  # the others are out before it
+        accepted = self._hand_over(head, lent)
+        if accepted:
+            backlog.add(tracker, size)
+        return accepted
+
+    def _hand_over(
+        self, head: Sequence[bytes | memoryview], last: bytes | memoryview | zmq.Frame
+    ) -> bool:
+        accepted = self._try_to_send(head, last)
         if not accepted:
             # Sending processes news only now and then. Now that all is processed, the descriptor
             # must become readable before a third attempt can succeed.
             self._look()
-            accepted = self._try_to_send(frames)
+            accepted = self._try_to_send(head, last)
         self._notify()
         return accepted
 
-    def _try_to_send(self, frames: Sequence[bytes | memoryview]) -> bool:
+    def _try_to_send(
+        self, head: Sequence[bytes | memoryview], last: bytes | memoryview | zmq.Frame
+    ) -> bool:
         send = self._raw.send
-        *head, last = frames
         flags = DONT_WAIT
         try:
             for frame in head:
@@ -290,8 +318,8 @@ class ZmqSocket:
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
-            if error.errno == zmq.EHOSTUNREACH:
-                raise PeerGoneError(bytes(frames[0])) from error
+            if error.errno == zmq.EHOSTUNREACH:  # a ROUTER's messages begin with the peer's id
+                raise PeerGoneError(bytes(head[0])) from error
             raise translated(error, "cannot send") from error
         return True
 
@@ -303,7 +331,7 @@ def _descriptor_of(frame: zmq.Frame) -> int | None:
         return None  # nothing but the bytes came by ZMTP 1 and 2
 
 
-def _must_copy(frame: bytes | memoryview) -> bool:
+def _must_copy(frame: bytes | memoryview | zmq.Frame) -> bool:
     return type(frame) is not bytes or len(frame) < ZERO_COPY_SIZE
 
 
