@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 
 import trio
 
@@ -80,14 +80,16 @@ class Llm:
         Cancellation:
           Aborts the request.
         """
-        identity, children = self._lower_generate(request)
-        with self._submitted(identity, children, FINAL_ONLY) as generation:
+        generation = self._start(*self._lower_generate(request), FINAL_ONLY)
+        try:
             await generation.wait_ended()
             return GenerateOutput(
-                request_id=identity.external_id,
+                request_id=generation.external_id,
                 prompt_token_ids=list(request.prompt_token_ids),
                 completions=[collector.take() for collector in generation.collectors],
             )
+        finally:
+            self._end(generation)
 
     @asynccontextmanager
     async def stream(self, request: GenerateRequest) -> AsyncIterator[GenerateStream]:
@@ -101,8 +103,11 @@ class Llm:
         interval = self._stream_interval
         if type(asked := request.sampling_params.stream_interval) is int:  # or it is refused
             interval = max(interval, asked)
-        with self._submitted(identity, children, interval) as generation:
-            yield GenerateStream(identity.external_id, generation)
+        generation = self._start(identity, children, interval)
+        try:
+            yield GenerateStream(generation)
+        finally:
+            self._end(generation)
 
     async def encode(self, request: EncodeRequest) -> EncodeOutput:
         """Pool a prompt. Raises and is cancelled as `generate`.
@@ -113,15 +118,18 @@ class Llm:
         """
         identity = self._identify(request)
         await self.client.learn_supported_tasks()
-        with self._submitted(identity, [lower_encode(request, identity)], FINAL_ONLY) as generation:
+        generation = self._start(identity, [lower_encode(request, identity)], FINAL_ONLY)
+        try:
             await generation.wait_ended()
             (collector,) = generation.collectors
             return EncodeOutput(
-                request_id=identity.external_id,
+                request_id=generation.external_id,
                 prompt_token_ids=list(request.prompt_token_ids),
                 data=collector.pooled,
                 completion=collector.take(),
             )
+        finally:
+            self._end(generation)
 
     def abort(self, request_ids: Iterable[str] = ()) -> None:
         """End requests by the caller's ids, each with all engine requests it stands for.
@@ -155,35 +163,36 @@ class Llm:
         identity = self._identify(request)
         return identity, lower_generate(request, identity, self.client.max_model_len)
 
-    @contextmanager
-    def _submitted(
+    def _start(
         self, identity: Identity, children: list[EngineCoreRequest], interval: int
-    ) -> Iterator[Generation]:
-        """Send the engine requests; at the end abort those that have not ended."""
+    ) -> Generation:
+        """Send the engine requests, all or none."""
         waker = Waker()
-        generation = Generation(
-            [
-                self._collector(child, index, waker, interval)
-                for index, child in enumerate(children)
-            ],
-            waker,
-        )
-        submitted: list[Collector] = []
-        generations = self._generations.setdefault(identity.external_id, [])
-        generations.append(generation)
+        collectors = [
+            self._collector(child, index, waker, interval) for index, child in enumerate(children)
+        ]
+        generation = Generation(identity.external_id, collectors, waker)
+        self._generations.setdefault(identity.external_id, []).append(generation)
         try:
-            for child, collector in zip(children, generation.collectors, strict=True):
+            for child, collector in zip(children, collectors, strict=True):
                 self.client.submit(child, collector)
-                submitted.append(collector)
-            yield generation
-        finally:
-            for collector in submitted:
-                self.client.drop(collector)
-            generations.remove(generation)
-            if not generations:
-                del self._generations[identity.external_id]
-            if self._observers and submitted:
-                self._tell_end(submitted)
+                generation.submitted_count += 1
+        except BaseException:
+            self._end(generation)
+            raise
+        return generation
+
+    def _end(self, generation: Generation) -> None:
+        """Abort what has not ended."""
+        submitted = generation.collectors[: generation.submitted_count]
+        for collector in submitted:
+            self.client.drop(collector)
+        generations = self._generations[generation.external_id]
+        generations.remove(generation)
+        if not generations:
+            del self._generations[generation.external_id]
+        if self._observers and submitted:
+            self._tell_end(submitted)
 
     def _collector(
         self, request: EngineCoreRequest, index: int, waker: Waker, interval: int
@@ -194,7 +203,7 @@ class Llm:
             request, index, waker, self._clock, interval=interval, observers=self._observers
         )
 
-    def _tell_end(self, collectors: list[Collector]) -> None:
+    def _tell_end(self, collectors: Sequence[Collector]) -> None:
         for collector in collectors:
             collector.leave()
         longest = max(collector.token_count for collector in collectors)
