@@ -355,14 +355,13 @@ class EngineCoreClient(UtilityMethods):
         """
         self.raise_if_failed()
         check_utility_call(method, args)
-        patience = trio.move_on_after(timeout)  # raises if it makes no sense: before it is sent
         call = self._utility_calls.open(method, self.engine_indices)
         try:
             request = UtilityRequest(self._client_index, call.call_id, method, list(args))
             message = encode_utility(request)
-            for engine_index in sorted(call.missing):
-                self._outbox.send(engine_index, message)
-            with patience:
+            with trio.move_on_after(timeout):  # a senseless one is refused before anything is sent
+                for engine_index in sorted(call.missing):
+                    self._outbox.send(engine_index, message)
                 await call.settled.wait()
             if call.missing:
                 raise UtilityTimeoutError(method, call.call_id, sorted(call.missing), timeout)
