@@ -1,13 +1,12 @@
-"""Real engines that are killed or frozen, and a client that leaves in mid-request.
+"""Real engines whose request is left, and which are killed or frozen.
 
-Two engines: one is killed, and the other one serves on; that one is frozen, which only heartbeats
-can tell. Another engine is busy with a long request when its client leaves: it must be idle then,
-so it has got the abort.
+One of two engines is at a long request when that is left: its statistics must tell of it no more, so
+it has got the abort. The other one is killed, and the one serves on; then that is frozen, which only
+heartbeats can tell.
 """
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import trio
@@ -20,6 +19,7 @@ from trio_vllm import (
     EngineDeadError,
     HandshakeOwner,
     SamplingParams,
+    SchedulerStats,
     open_client,
 )
 
@@ -30,16 +30,10 @@ HEARTBEAT_TIMEOUT = 3.0
 
 
 async def main() -> None:
-    """Run both checks."""
-    await lose_two_engines()
-    await leave_in_mid_request()
-
-
-async def lose_two_engines() -> None:
-    """Kill one, then freeze the other."""
+    """Leave a request, kill one engine, then freeze the other."""
     port = free_port()
     both = ("--data-parallel-size", "2", "--data-parallel-size-local", "2")
-    with headless_engine(port, *both) as launcher:
+    with headless_engine(port, *both, "--max-model-len", "30000") as launcher:
         mode = HandshakeOwner(
             handshake_address=f"tcp://127.0.0.1:{port}",
             engine_count=2,
@@ -49,6 +43,8 @@ async def lose_two_engines() -> None:
         async with open_client(mode) as client:
             await trio.sleep(2 * HEARTBEAT_TIMEOUT)  # silence is no loss
             assert client.is_healthy, client.dead_engines
+
+            await leave_in_mid_request(client)
 
             # It would end the other engine after the one.
             os.kill(launcher.pid, signal.SIGSTOP)
@@ -115,33 +111,30 @@ def process_title(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text().strip("\0 ")
 
 
-async def leave_in_mid_request() -> None:
-    """Start a request that takes half a minute, leave at once, and see the engine rest."""
-    port = free_port()
-    with headless_engine(port, "--max-model-len", "30000") as launcher:
-        mode = HandshakeOwner(handshake_address=f"tcp://127.0.0.1:{port}", ready_timeout=240)
-        async with open_client(mode) as client, client.call(request("long", 29_000)) as outputs:
-            await anext(outputs)
-            busy = await share_of_processor(launcher)
-        idle = await share_of_processor(launcher)
-        print(f"the engine used {busy:.2f} processors, and {idle:.2f} when the client had left")
-        assert idle < busy / 2, "it works on"  # its worker looks for more work for a while
+async def leave_in_mid_request(client: EngineCoreClient) -> None:
+    """Leave a request that would take half a minute: its engine runs the next one alone."""
+    async with client.call(request("long", 29_000, 0)) as outputs:
+        await anext(outputs)
+        both = await count_running(client, "beside")
+    alone = await count_running(client, "after")
+    print(f"engine 0 ran {both} requests, and {alone} after one was left")
+    assert (both, alone) == (2, 1)
 
 
-async def share_of_processor(launcher: Process) -> float:
-    """How much of one processor the engine and its workers use, over two seconds."""
-    used, begin = seconds_used(launcher), time.monotonic()
-    await trio.sleep(2)
-    return (seconds_used(launcher) - used) / (time.monotonic() - begin)
+async def count_running(client: EngineCoreClient, request_id: str) -> int:
+    """How many requests engine 0 has at most while it completes a short one."""
+    counts = [0]
 
+    def note(engine_index: int, stats: SchedulerStats) -> None:
+        if engine_index == 0:
+            counts.append(stats.num_running_reqs)
 
-def seconds_used(launcher: Process) -> float:
-    """Processor time of all processes of a session."""
-    ticks = 0
-    for pid in launcher.members():
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    client.on_scheduler_stats(note)
+    with trio.fail_after(60):
+        async with client.call(request(request_id, 20, 0)) as outputs:
+            async for _ in outputs:
+                pass
+    return max(counts)
 
 
 if __name__ == "__main__":
