@@ -207,6 +207,7 @@ class _Joining:
         handshake may well be closed by now. If somebody opens it again, that is another frontend,
         and the one that we wait for is gone.
         """
+        await trio.lowlevel.checkpoint()
         for connection in self.connections:
             await self._answer(
                 "the connection to the frontend's input socket",
