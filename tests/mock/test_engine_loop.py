@@ -164,6 +164,20 @@ async def test_work_goes_on_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not frontend.loop.engine.has_unfinished
 
 
+async def test_a_flood_is_handled_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others do not have to wait for all that has arrived at once."""
+    monkeypatch.setattr(engine_loop, "SLICE", 0.0)
+    async with engine_behind() as frontend:
+        for i in range(50):
+            frontend.add(f"r{i}", 1_000_000)
+        seen = set()
+        while 50 not in seen:
+            seen.add(sum(frontend.loop.engine._scheduler.counts))
+            await trio.lowlevel.checkpoint()
+
+    assert len(seen) > 10
+
+
 async def test_two_engines_take_turns() -> None:
     """The one with much to do does not hold up the other."""
     async with engine_behind() as busy, engine_behind() as other:

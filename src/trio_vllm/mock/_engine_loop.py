@@ -72,35 +72,31 @@ class EngineLoop:
     def pumps(self) -> list[Callable[[], Awaitable[None]]]:
         """The tasks that take input, to be run beside `run`."""
         pumps = [
-            partial(self._pump, receiver, self._handle_batch) for receiver in self._links.inputs
+            partial(self._pump, receiver, self._handle_message) for receiver in self._links.inputs
         ]
         if self._links.coordinator is not None:
             broadcasts = self._links.coordinator.broadcasts
-            pumps.append(partial(self._pump, broadcasts, self._handle_broadcasts))
+            pumps.append(partial(self._pump, broadcasts, self._handle_broadcast))
         return list(pumps)
 
-    async def _pump(
-        self, receiver: FrameReceiver, handle: Callable[[Sequence[Frames]], None]
-    ) -> None:
+    async def _pump(self, receiver: FrameReceiver, handle: Callable[[Frames], None]) -> None:
         while True:
             batch = await receiver.receive_batch(INPUT_LIMIT)
-            self._arrivals.send_nowait(partial(handle, batch))
+            for frames in batch:  # one by one: a long prompt takes more than a slice of time
+                self._arrivals.send_nowait(partial(handle, frames))
 
-    def _handle_batch(self, batch: Sequence[Frames]) -> None:
-        now, handle = clock(), self.engine.handle
-        for frames in batch:
-            if messages := handle(frames, now):
-                self.post(messages)
+    def _handle_message(self, frames: Frames) -> None:
+        if messages := self.engine.handle(frames, clock()):
+            self.post(messages)
 
-    def _handle_broadcasts(self, batch: Sequence[Frames]) -> None:
-        for frames in batch:
-            try:
-                notice = decode_coordinator_broadcast(frames)
-            except DecodeError as error:
-                self.engine.journal.ignored(str(error))
-            else:
-                if notice is not None:
-                    self.engine.start_wave(notice, clock())
+    def _handle_broadcast(self, frames: Frames) -> None:
+        try:
+            notice = decode_coordinator_broadcast(frames)
+        except DecodeError as error:
+            self.engine.journal.ignored(str(error))
+        else:
+            if notice is not None:
+                self.engine.start_wave(notice, clock())
 
     def shut_down(self, *, drain: bool) -> None:
         """Let `run` return once nothing is unfinished; abort what there is, unless ``drain``."""
