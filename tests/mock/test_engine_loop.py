@@ -256,6 +256,17 @@ async def test_an_idle_loop_shuts_down_at_once() -> None:
         await frontend.ended.wait()
 
 
+async def test_a_client_that_does_not_read_leaves_the_other_its_calls() -> None:
+    """Steps wait for it, but utility calls of the other are answered."""
+    async with engine_behind(2, high_water_mark=1) as frontend:
+        frontend.add("a", 500)
+        await wait_all_tasks_blocked()
+        frontend.inputs[1].send_nowait(encode_utility(UtilityRequest(1, 7, "is_sleeping")))
+
+        with trio.fail_after(5):
+            assert isinstance(await frontend.receive(1), UtilityCallOutput)
+
+
 async def test_a_farewell_reaches_every_client_that_reads() -> None:
     """Who does not read has to notice in another way."""
     async with engine_behind(2, high_water_mark=1) as frontend:

@@ -113,7 +113,7 @@ class EngineLoop:
         """Send messages, or keep them until they can be sent."""
         for to, frames in messages:
             sender = self._senders[to]
-            if not self._late:
+            if not (self._late and self._is_late(sender)):
                 try:
                     sender.send_nowait(frames)
                 except trio.WouldBlock:
@@ -121,6 +121,10 @@ class EngineLoop:
                 else:
                     continue
             self._late.append((sender, frames))
+
+    def _is_late(self, sender: FrameSender) -> bool:
+        """Whether a client has to wait for its turn; answers to calls of others need not."""
+        return any(late is sender for late, _ in self._late)
 
     async def _send_late(self) -> None:
         """Wait until the frontend takes what is late; it may abort requests meanwhile."""
