@@ -132,13 +132,32 @@ async def test_several_messages_of_one_engine(rig: Rig) -> None:
     assert [0] == rig.losses
 
 
-async def test_engine_whose_connection_is_not_known(rig: Rig) -> None:
+async def test_connections_that_end_without_a_word(rig: Rig) -> None:
+    """Each counts, also if its number is in use again; not if its message is only read late."""
+    for _ in range(3):
+        rig.accept(12)
+        rig.disconnect(12)
+    assert 3 == rig.connections.mute_count
+
+    for _ in range(2):
+        rig.connections.watch(None, 12)
     rig.accept(12)
-    rig.connections.watch(0, None)
+
+    assert (2, 1) == (rig.connections.mute_count, rig.connections.silent_count)
+
+
+async def test_end_is_told_before_the_beginning(rig: Rig) -> None:
+    for _ in range(2):
+        rig.disconnect(12)
+        rig.accept(12)
+    assert (0, 2) == (rig.connections.silent_count, rig.connections.mute_count)
+
+    rig.accept(12)
+    rig.connections.watch(0, 12)
     rig.disconnect(12)
     await wait_all_tasks_blocked()
 
-    assert [] == rig.losses
+    assert [0] == rig.losses
 
 
 async def test_loss_of_somebody(rig: Rig) -> None:
@@ -148,11 +167,10 @@ async def test_loss_of_somebody(rig: Rig) -> None:
     rig.connections.watch(None, 13)
     assert 1 == rig.connections.silent_count
 
-    rig.monitor.tell(PeerEventKind.HANDSHAKE_FAILED)
     for descriptor in (12, 13):
         rig.disconnect(descriptor)
 
-    assert (0, 1) == (rig.connections.silent_count, rig.connections.foreigners)
+    assert (0, 1) == (rig.connections.silent_count, rig.connections.mute_count)
     await wait_all_tasks_blocked()
     assert [] == rig.losses
 

@@ -111,7 +111,6 @@ async def test_nobody_listens(context: ZmqContext, tmp_path: Path) -> None:
 
 GREETINGS = {
     "silent": b"",
-    "browser": b"GET / HTTP/1.1\r\n\r\n",
     "wants a password": b"\xff" + bytes(8) + b"\x7f\x03\0" + b"PLAIN".ljust(20, b"\0") + bytes(32),
 }
 
@@ -128,6 +127,20 @@ async def test_stranger_fails_the_handshake(context: ZmqContext, greeting: bytes
 
     event = await next_of_kind(monitor, PeerEventKind.HANDSHAKE_FAILED)
     assert event.descriptor is None
+
+
+async def test_stranger_with_another_protocol(context: ZmqContext) -> None:
+    """ØMQ ends the connection without a word on the handshake."""
+    router = context.socket(SocketType.ROUTER)
+    monitor = context.open_monitor(router)
+    port = int(router.bind(ANY_PORT).rpartition(":")[2])
+
+    async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+        await stream.send_all(b"GET / HTTP/1.1\r\n\r\n")
+        accepted = await next_of_kind(monitor, PeerEventKind.ACCEPTED)
+        event = await next_of_kind(monitor, PeerEventKind.DISCONNECTED)
+
+    assert event.descriptor == accepted.descriptor
 
 
 async def test_events_end_with_the_socket(context: ZmqContext) -> None:

@@ -258,7 +258,7 @@ async def test_descriptor_tells_connections_apart(
 ) -> None:
     router = context.socket(SocketType.ROUTER)
     address = router.bind(ANY_PORT if scheme == "tcp" else f"ipc://{tmp_path}/socket")
-    descriptors: dict[bytes, set[int | None]] = {b"a": set(), b"b": set()}
+    descriptors: dict[bytes, set[int]] = {b"a": set(), b"b": set()}
     for identity in descriptors:
         dealer = context.socket(SocketType.DEALER, identity=identity)
         dealer.connect(address)
@@ -281,7 +281,7 @@ async def test_batch_with_descriptors(context: ZmqContext) -> None:
         push.connect(address)
         for number in range(3):
             push.send_nowait([b"%d" % pushes.index(push), b"%d" % number])
-    received: list[tuple[list[bytes], int | None]] = []
+    received: list[tuple[list[bytes], int]] = []
 
     with trio.fail_after(2):
         while len(received) < 6:
@@ -295,16 +295,23 @@ async def test_batch_with_descriptors(context: ZmqContext) -> None:
         assert [b"0", b"1", b"2"] == [frames[1] for frames, _ in received if frames[0] == name]
 
 
-async def test_peer_of_an_old_protocol_has_no_descriptor(context: ZmqContext) -> None:
-    """Junk on an open port may pass for ZMTP 1.0, as this does."""
-    router = context.socket(SocketType.ROUTER)
-    host, port = router.bind(ANY_PORT).removeprefix("tcp://").split(":")
-    async with await trio.open_tcp_stream(host, int(port)) as stream:
-        await stream.send_all(b"\x02\x00a" + b"\x06\x00hello")
+@pytest.mark.parametrize("kind", [SocketType.ROUTER, SocketType.PULL, SocketType.XPUB])
+@pytest.mark.parametrize("junk", [b"\x02\x00a" + b"\x06\x00hello", b"\x01\x00" + b"\x02\x00\x01"])
+async def test_junk_does_not_pass_for_a_message(
+    context: ZmqContext, kind: SocketType, junk: bytes
+) -> None:
+    """As it would by ZMTP 1.0: a peer's name, or none, and what it says."""
+    socket = context.socket(kind)
+    host, port = socket.bind(ANY_PORT).removeprefix("tcp://").split(":")
+    with trio.fail_after(2):
+        async with await trio.open_tcp_stream(host, int(port)) as stream:
+            await stream.send_all(junk)
+            with suppress(trio.BrokenResourceError):
+                while await stream.receive_some():  # until it hangs up
+                    pass
 
-        received = await router.receive_with_descriptor()
-
-    assert ([b"a", b"hello"], None) == received
+        with pytest.raises(trio.WouldBlock):
+            socket.receive_batch_nowait(1)
 
 
 def test_ctrl_c_in_the_middle_of_a_message_does_not_split_it(

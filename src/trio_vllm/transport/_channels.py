@@ -24,10 +24,12 @@ class FrameReceiver(Protocol):
 class LabelledFrameReceiver(FrameReceiver, Protocol):
     """A receiver that many connections end in, and that can tell them apart."""
 
-    async def receive_batch_with_descriptors(self, limit: int) -> list[tuple[Frames, int | None]]:
+    async def receive_batch_with_descriptors(
+        self, limit: int
+    ) -> Sequence[tuple[Frames, int | None]]:
         """Like `receive_batch`, each message with the descriptor of the connection it came by.
 
-        It is None if the connection is not known. A descriptor may be used again for another
+        None is for a connection that is not known. A descriptor may be used again for another
         connection when the first one is gone.
         """
         ...

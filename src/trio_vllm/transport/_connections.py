@@ -24,8 +24,10 @@ class EngineConnections(trio.abc.ReceiveChannel[int]):
         self._broken: set[int] = set()  # whose number is not in use again
         self._lost: deque[int] = deque()
         self._waiting = trio.CancelScope()
-        self.foreigners = 0
-        """How many connections did not speak ØMQ."""
+        # Two threads of ØMQ tell of the beginning and the end, so a short one may end first.
+        self._ended_early: set[int] = set()
+        self._mute: set[int] = set()  # the broken ones nothing had come by
+        self._earlier_mute = 0  # those whose number is in use again
 
     @property
     def silent_count(self) -> int:
@@ -33,14 +35,16 @@ class EngineConnections(trio.abc.ReceiveChannel[int]):
         self._take_pending()
         return len(self._open - self._engine_of.keys())
 
-    def watch(self, engine_index: int | None, descriptor: int | None) -> None:
-        """A message came by this connection; from an engine, or from we do not know whom.
-
-        If we do not know the connection, its loss will not be noticed.
-        """
-        if descriptor is None:
-            return
+    @property
+    def mute_count(self) -> int:
+        """How many connections ended before anything came by them: of those who do not speak ØMQ."""
         self._take_pending()
+        return self._earlier_mute + len(self._mute)
+
+    def watch(self, engine_index: int | None, descriptor: int) -> None:
+        """A message came by this connection; from an engine, or from we do not know whom."""
+        self._take_pending()
+        self._mute.discard(descriptor)
         previous = self._engine_of.get(descriptor)
         if descriptor in self._broken:
             self._lose(engine_index)
@@ -57,15 +61,28 @@ class EngineConnections(trio.abc.ReceiveChannel[int]):
 
     def _take(self, event: PeerEvent) -> None:
         descriptor = event.descriptor
-        if event.kind is PeerEventKind.HANDSHAKE_FAILED:
-            self.foreigners += 1
-        elif event.kind is PeerEventKind.ACCEPTED and descriptor is not None:
+        if event.kind is PeerEventKind.ACCEPTED and descriptor is not None:
+            if descriptor in self._ended_early:
+                self._ended_early.remove(descriptor)
+                return
             self._open.add(descriptor)
             self._broken.discard(descriptor)
+            self._reuse(descriptor)
         elif event.kind is PeerEventKind.DISCONNECTED and descriptor is not None:
+            if descriptor not in self._open:
+                self._ended_early.add(descriptor)
             self._open.discard(descriptor)
             self._broken.add(descriptor)
+            if descriptor not in self._engine_of:
+                self._reuse(descriptor)
+                self._mute.add(descriptor)
             self._lose(self._engine_of.pop(descriptor, None))
+
+    def _reuse(self, descriptor: int) -> None:
+        """The number is that of another connection than before."""
+        if descriptor in self._mute:
+            self._mute.remove(descriptor)
+            self._earlier_mute += 1
 
     def _lose(self, engine_index: int | None) -> None:
         if engine_index is not None:

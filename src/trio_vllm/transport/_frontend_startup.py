@@ -113,9 +113,10 @@ class StartupRun:
                     " not hear a second engine with the same index, and an engine that has served"
                     " another frontend does not register again)"
                 )
-            if foreigners := connections.foreigners:
+            if mute := connections.mute_count:
                 notes.append(
-                    f"{foreigners} of the connections to the {name} socket did not speak ZeroMQ"
+                    f"{mute} of the connections to the {name} socket ended without a message in"
+                    " ZeroMQ's protocol"
                 )
         return StartupError(phase.value, self._machine.missing(phase), self._timeout, notes)
 
