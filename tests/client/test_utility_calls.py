@@ -245,6 +245,14 @@ async def test_an_argument_without_a_wire_form_is_a_type_error() -> None:
         world.assert_tidy()
 
 
+async def test_a_method_is_a_string() -> None:
+    async with open_world() as world:
+        with pytest.raises(TypeError, match="method"):
+            await world.client.call_utility(5)  # type: ignore[arg-type]
+
+        assert [] == world.engine.received()
+
+
 async def test_calls_do_not_mix() -> None:
     async with open_world() as world, trio.open_nursery() as nursery:
         first, first_id = await call(world, nursery)

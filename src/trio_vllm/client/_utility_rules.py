@@ -43,6 +43,9 @@ thread, and it goes mute without a word."""
 
 def check_utility_call(method: str, args: Sequence[Any]) -> None:
     """Refuse what is known to end an engine; `UtilityRefusedError`."""
+    given: object = method
+    if not isinstance(given, str):
+        raise TypeError(f"method must be a string, not {given!r}")
     if method.startswith("_") or method in MACHINERY:
         raise UtilityRefusedError(method, "it is the engine's own machinery")
     if method == "handle_fault_tolerance":
