@@ -66,8 +66,7 @@ def test_while_it_waits_for_engines(address: str, number: signal.Signals, exit_c
     assert process.returncode == exit_code
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_in_mid_request(address: str, number: signal.Signals) -> None:
+def test_in_mid_request(address: str) -> None:
     """The engines that it has started end with it, even those that do not want to."""
     engine = [*ENGINE, address, "mute", "stubborn"]
     tokens = ["generate", "--handshake-address", address, "--spawn", "--verbose", "--", *engine]
@@ -75,10 +74,10 @@ def test_in_mid_request(address: str, number: signal.Signals) -> None:
         pid = int(read_until(process, r"fake engine with pid (\d+)"))
         read_until(process, "^prompt_token_ids=")
 
-        rest = stop(process, number)
+        rest = stop(process, signal.SIGTERM)
 
-    assert rest == f"llm-smoke: stopped by {number.name} before it was done\n"
-    assert process.returncode == 128 + number
+    assert rest == "llm-smoke: stopped by SIGTERM before it was done\n"
+    assert process.returncode == 143
     assert not is_alive(pid)
 
 
@@ -131,7 +130,7 @@ def test_hangups_can_be_ignored(address: str) -> None:
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with subprocess.Popen(
-            [*command, "--handshake-address", address, "--ready-timeout-secs", "1"],
+            [*command, "--handshake-address", address, "--ready-timeout-secs", "0.3"],
             stderr=subprocess.PIPE,
             text=True,
         ) as process:
@@ -142,5 +141,5 @@ def test_hangups_can_be_ignored(address: str) -> None:
     finally:
         signal.signal(signal.SIGHUP, previous)
 
-    assert "gave up after 1 s" in rest
+    assert "gave up after 0.3 s" in rest
     assert process.returncode == 1
