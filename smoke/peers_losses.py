@@ -107,8 +107,11 @@ def engine_pid(launcher: Process, engine_index: int) -> int:
 
 
 def process_title(pid: int) -> str:
-    """What a process calls itself."""
-    return Path(f"/proc/{pid}/cmdline").read_text().strip("\0 ")
+    """What a process calls itself; nothing if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().strip("\0 ")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 async def leave_in_mid_request(client: EngineCoreClient) -> None:

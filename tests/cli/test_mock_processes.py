@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import trio
 from tests.cli.test_mock_engine import TIMEOUT, end, mock_engine, owner, parsed, refused
-from tests.cli.test_spawn import is_alive
+from tests.proc import children_of, is_alive
 
 from trio_vllm import (
     EngineCoreClient,
@@ -88,12 +88,6 @@ async def ended(process: subprocess.Popen[str], *signals: int) -> tuple[int, str
     return await trio.to_thread.run_sync(end, process, *signals)
 
 
-def workers_of(process: subprocess.Popen[str]) -> list[int]:
-    """The processes that it has started."""
-    tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
-    return sorted(int(pid) for task in tasks for pid in task.read_text().split())
-
-
 async def until(condition: Callable[[], bool]) -> None:
     with trio.fail_after(TIMEOUT):
         while not condition():  # noqa: ASYNC110  (nobody tells of processes that are not ours)
@@ -153,7 +147,7 @@ async def test_the_same_tokens_from_any_number_of_processes(address: str) -> Non
     found = []
     for processes in (1, 2, 3):
         async with serving(address, processes, "--seed", "7") as (process, client):
-            assert (0 if processes == 1 else processes) == len(workers_of(process))
+            assert (0 if processes == 1 else processes) == len(children_of(process.pid))
             found.append([await tokens_of(client, "a", engine) for engine in range(3)])
             code, _ = await ended(process, signal.SIGINT)
             assert 0 == code
@@ -176,7 +170,7 @@ async def test_workers_get_the_options_and_nothing_else(
     tokens = ["--handshake-address", address, "--engine-count", "2"]
     with started([*command, *tokens], cwd=tmp_path) as process:
         async with open_client(owner(address, 2)) as client:
-            assert 2 == len(workers_of(process))
+            assert 2 == len(children_of(process.pid))
             assert [0, 0, 0] == await tokens_of(client, "a", 0, 3)
             assert [0, 0, 0] == await tokens_of(client, "b", 1, 3)
             exit_code, log = await ended(process, signal.SIGINT)
@@ -191,7 +185,7 @@ async def test_workers_get_the_options_and_nothing_else(
 async def test_a_signal_ends_all_with_one_summary(address: str) -> None:
     """Its counts are the sums, and log lines are whole."""
     async with serving(address, 2, "--log-requests") as (process, client):
-        workers = workers_of(process)
+        workers = children_of(process.pid)
         async with trio.open_nursery() as nursery:
             for number in range(30):
                 nursery.start_soon(tokens_of, client, f"r{number}", number % 3)
@@ -225,7 +219,7 @@ def test_a_signal_for_the_whole_group(address: str, number: signal.Signals) -> N
 async def test_workers_leave_signals_to_their_parent(address: str) -> None:
     """They go on."""
     async with serving(address, 2) as (process, client):
-        for worker in workers_of(process):
+        for worker in children_of(process.pid):
             os.kill(worker, signal.SIGINT)
             os.kill(worker, signal.SIGTERM)
         for engine in range(3):
@@ -253,7 +247,7 @@ async def test_a_second_signal_ends_all_at_once(address: str) -> None:
     """Nothing is waited for, so there is no summary."""
     life = ("--step-interval", "0.01", "--shutdown-timeout", "600")
     async with serving(address, 2, *life) as (process, client):
-        workers = workers_of(process)
+        workers = children_of(process.pid)
         async with begun(client, 0, 1_000_000):
             process.send_signal(signal.SIGINT)
             # That the worker without requests ends tells that the first signal has come.
@@ -269,7 +263,7 @@ async def test_a_second_signal_ends_all_at_once(address: str) -> None:
 async def test_a_worker_that_is_killed_ends_all(address: str) -> None:
     """One line says which engines that were, and what of."""
     async with serving(address, 2) as (process, _):
-        workers = workers_of(process)
+        workers = children_of(process.pid)
         os.kill(workers[1], signal.SIGKILL)
         code, log = await ended(process)
 
@@ -282,7 +276,7 @@ async def test_a_worker_that_is_killed_ends_all(address: str) -> None:
 async def test_no_worker_survives_its_parent(address: str) -> None:
     """However that has ended, and whatever they are doing."""
     async with serving(address, 2, "--step-interval", "0.01") as (process, client):
-        workers = workers_of(process)
+        workers = children_of(process.pid)
         async with begun(client, 0, 1_000_000):
             assert [True, True] == [is_alive(worker) for worker in workers]
             process.kill()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 from tests.cli import fake_engine
-from tests.cli.test_spawn import is_alive
+from tests.proc import is_alive
 
 ENGINE = [sys.executable, "-u", fake_engine.__file__]
 

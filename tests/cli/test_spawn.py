@@ -7,23 +7,15 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from tests.cli import fake_engine
+from tests.proc import is_alive
 
 from trio_vllm.cli import _engine_process
 from trio_vllm.cli._llm_smoke import main
 
 ENGINE = [sys.executable, "-u", fake_engine.__file__]
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs (and is not only waiting to be collected)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
 
 
 def pids(text: str) -> list[int]:
