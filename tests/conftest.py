@@ -1,4 +1,4 @@
-"""No process outlives the tests, not even if they are killed."""
+"""No process outlives the tests, not even if they are killed; and a clock for busy machines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
+from trio.testing import MockClock
 
 MARK = "TRIO_VLLM_TESTS_MARK"
 
@@ -29,3 +30,13 @@ def no_process_is_left() -> Iterator[None]:
         os.environ[MARK] = mark
         yield
         del os.environ[MARK]
+
+
+@pytest.fixture
+def patient_clock() -> MockClock:
+    """Jumps to the next deadline when nothing has happened for a while, and stands still otherwise.
+
+    For what must give up some time after the last message, over real connections. ``autojump_clock``
+    would not wait until a message has come through the operating system.
+    """
+    return MockClock(autojump_threshold=0.3)

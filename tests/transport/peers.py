@@ -14,6 +14,9 @@ from trio_vllm.transport._socket import ZmqSocket
 
 ANY_PORT = "tcp://127.0.0.1:0"
 
+LIMIT = 30.0
+"""Seconds after which what happens at once counts as not happening; a busy machine takes some."""
+
 Pair: TypeAlias = tuple[ZmqSocket, ZmqSocket]
 
 ZMQ_PEER = """
@@ -63,4 +66,4 @@ async def peer_process(script: str, address: str, identity: str) -> AsyncIterato
 async def wait_until_readable(socket: ZmqSocket) -> None:
     """Give ØMQ's thread the time to bring all that was sent, without calling the socket."""
     await trio.lowlevel.wait_readable(socket._descriptor)
-    await wait_all_tasks_blocked(0.05)
+    await wait_all_tasks_blocked(0.2)

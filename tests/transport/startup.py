@@ -32,7 +32,8 @@ HELLO = encode_report(HandshakeReport(status=HandshakeStatus.HELLO))
 READY = encode_report(HandshakeReport(status=HandshakeStatus.READY))
 
 TICK = 0.3
-"""Seconds until a startup gives up that must give up."""
+"""Seconds until a startup gives up that must give up. Where something has to happen before, a test
+asks for the `patient_clock`, by which they pass only once nothing happens any more."""
 
 
 def free_port() -> int:
@@ -184,7 +185,7 @@ class _CancelAt(trio.abc.Instrument):
                 self.scope.cancel()
 
 
-async def cancel_everywhere(run: Callable[[], Awaitable[object]], limit: float = 20) -> int:
+async def cancel_everywhere(run: Callable[[], Awaitable[object]], limit: float = 60) -> int:
     """Run something again and again, each time cancelled one step of its task later.
 
     Checks that nothing of it is left behind. Returns how many steps there were.

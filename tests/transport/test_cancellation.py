@@ -6,7 +6,7 @@ import random
 
 import pytest
 import trio
-from tests.transport.peers import ANY_PORT, Pair
+from tests.transport.peers import ANY_PORT, LIMIT, Pair
 
 from trio_vllm.transport._context import SocketType, ZmqContext
 
@@ -38,7 +38,7 @@ async def test_cancelled_receives_lose_no_message(
         for frames in messages:
             await push.send(frames)
 
-    with trio.fail_after(30):
+    with trio.fail_after(LIMIT):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(send)
             nursery.start_soon(cancels.run)
@@ -67,7 +67,7 @@ async def test_cancelled_sends_were_not_sent(context: ZmqContext) -> None:
                     await push.send(frames)
                     sent = True
 
-    with trio.fail_after(30):
+    with trio.fail_after(LIMIT):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(send_all)
             nursery.start_soon(cancels.run)

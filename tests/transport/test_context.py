@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import trio
 import zmq
-from tests.transport.peers import ANY_PORT
+from tests.transport.peers import ANY_PORT, LIMIT
+from tests.transport.startup import until
 from trio.testing import wait_all_tasks_blocked
 
 from trio_vllm._errors import ConfigurationError
@@ -32,7 +33,7 @@ async def test_late_listener_gets_the_last_message_within_the_linger(tmp_path: P
             push.send_nowait([b"last words"])
         closed.set()
 
-    with trio.fail_after(5):
+    with trio.fail_after(LIMIT):
         async with open_context() as context, trio.open_nursery() as nursery:
             nursery.start_soon(send_and_leave)
             await wait_all_tasks_blocked()
@@ -44,7 +45,10 @@ async def test_late_listener_gets_the_last_message_within_the_linger(tmp_path: P
 
 
 @pytest.mark.parametrize("linger", [0.0, 0.3])
-async def test_leaving_waits_no_longer_than_the_linger(tmp_path: Path, linger: float) -> None:
+async def test_leaving_waits_no_longer_than_the_linger(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, linger: float
+) -> None:
+    monkeypatch.setattr(_context, "TERMINATION_GRACE", LIMIT)
     begin = trio.current_time()
 
     async with open_context() as context:
@@ -52,7 +56,7 @@ async def test_leaving_waits_no_longer_than_the_linger(tmp_path: Path, linger: f
         push.connect(f"ipc://{tmp_path}/nobody")
         push.send_nowait([b"last words"])
 
-    assert linger <= trio.current_time() - begin < linger + 0.8
+    assert linger <= trio.current_time() - begin < LIMIT / 2
 
 
 async def test_leaving_cannot_be_cancelled(tmp_path: Path) -> None:
@@ -72,7 +76,7 @@ async def test_leaving_does_not_hang(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     """A socket that we know nothing of keeps the context from ending: it is left behind."""
     monkeypatch.setattr(_context, "TERMINATION_GRACE", 0.1)
 
-    with trio.fail_after(2):
+    with trio.fail_after(LIMIT):
         async with open_context() as context:
             raw = context._raw.socket(SocketType.PUSH)
 
@@ -80,6 +84,7 @@ async def test_leaving_does_not_hang(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 async def test_leaving_does_not_need_the_default_limiter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_context, "TERMINATION_GRACE", LIMIT)
     limiter = trio.to_thread.current_default_thread_limiter()
     monkeypatch.setattr(limiter, "total_tokens", 1)
     async with limiter:
@@ -87,7 +92,7 @@ async def test_leaving_does_not_need_the_default_limiter(monkeypatch: pytest.Mon
         async with open_context() as context:
             context.socket(SocketType.PULL)
 
-    assert trio.current_time() - begin < 0.5
+    assert trio.current_time() - begin < LIMIT / 2
 
 
 async def test_closed_context_makes_no_socket() -> None:
@@ -138,7 +143,7 @@ async def test_of_large_messages_fewer_wait(
 
     pull = context.socket(SocketType.PULL)
     pull.bind(address)
-    with trio.fail_after(10):
+    with trio.fail_after(LIMIT):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(send_many, push, large, 50)
             received = [await pull.receive() for _ in range(150)]
@@ -184,12 +189,12 @@ async def test_xpub_reports_repeated_subscriptions(context: ZmqContext) -> None:
         subscriber.connect(address)
         await subscriber.send([b"\x01"])
 
-    with trio.fail_after(2):
+    with trio.fail_after(LIMIT):
         assert [b"\x01"] == await publisher.receive()
         assert [b"\x01"] == await publisher.receive()
 
     publisher.send_nowait([b"news"])
-    with trio.fail_after(2):
+    with trio.fail_after(LIMIT):
         assert [b"news"] == await subscriber.receive()
 
 
@@ -212,7 +217,7 @@ async def test_two_thousand_idle_sockets(many_descriptors: None, context: ZmqCon
         assert [address.encode()] == await pull.receive()
         received += 1
 
-    with trio.fail_after(30):
+    with trio.fail_after(LIMIT):
         async with trio.open_nursery() as nursery:
             addresses = []
             for _ in range(2000):
@@ -221,13 +226,11 @@ async def test_two_thousand_idle_sockets(many_descriptors: None, context: ZmqCon
                 nursery.start_soon(wait_for_message, pull, addresses[-1])
             await wait_all_tasks_blocked()
             cpu_time = time.thread_time()
-            await trio.sleep(0.05)
-            assert time.thread_time() - cpu_time < 0.01
+            await trio.sleep(0.2)
+            assert time.thread_time() - cpu_time < 0.1
             for address in addresses[::100]:
                 push = context.socket(SocketType.PUSH)
                 push.connect(address)
                 push.send_nowait([address.encode()])
-            await wait_all_tasks_blocked(0.2)
+            await until(lambda: 20 == received)
             nursery.cancel_scope.cancel()
-
-    assert 20 == received

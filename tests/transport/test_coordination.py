@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import trio
 from tests.ready import ready_response
+from tests.transport.peers import LIMIT
 from tests.transport.startup import READY, TICK, RawEngine, beside
+from trio.testing import MockClock
 
 from trio_vllm._errors import ConfigurationError, StartupError
 from trio_vllm.protocol import EngineAddresses, decode_init, encode_ready_response
@@ -55,7 +57,7 @@ async def test_lead(engines: list[RawEngine], address: str) -> None:
                 nursery.start_soon(start, engine)
 
     mode = HandshakeOwner(handshake_address=address, engine_count=2, coordinator=True)
-    with trio.fail_after(5):
+    with trio.fail_after(LIMIT):
         async with beside(start_all), open_frontend(mode) as links:
             assert [0, 1] == list(links.ready_responses)
             assert isinstance(links.coordination, LeaderLinks)
@@ -66,7 +68,9 @@ async def test_lead(engines: list[RawEngine], address: str) -> None:
                 assert [[b"notice"]] == await links.coordination.notices.receive_batch(5)
 
 
-async def test_gate_stays_closed(engines: list[RawEngine], address: str) -> None:
+async def test_gate_stays_closed(
+    engines: list[RawEngine], address: str, patient_clock: MockClock
+) -> None:
     """One has not come there; it is named, since it has not registered either."""
 
     async def start_one() -> None:
@@ -80,7 +84,7 @@ async def test_gate_stays_closed(engines: list[RawEngine], address: str) -> None
     mode = HandshakeOwner(
         handshake_address=address, engine_count=2, coordinator=True, ready_timeout=TICK
     )
-    with trio.fail_after(5):
+    with trio.fail_after(LIMIT):
         async with beside(start_one):
             with pytest.raises(StartupError) as caught:
                 async with open_frontend(mode):
@@ -116,7 +120,7 @@ async def test_engine_that_restarts_when_the_gate_is_open(
         again.say(READY)
 
     mode = HandshakeOwner(handshake_address=address, engine_count=2, coordinator=True)
-    with trio.fail_after(5):
+    with trio.fail_after(LIMIT):
         async with beside(start_twice), open_frontend(mode) as links:
             assert [0, 1] == list(links.ready_responses)
 
@@ -130,7 +134,7 @@ async def test_lockstep_without_coordinator(engines: list[RawEngine], address: s
             engine.say_ready()
 
     mode = HandshakeOwner(handshake_address=address, engine_count=2)
-    with trio.fail_after(5):
+    with trio.fail_after(LIMIT):
         async with beside(start_all):
             with pytest.raises(ConfigurationError, match="needs coordinator=True"):
                 async with open_frontend(mode):
@@ -156,7 +160,7 @@ async def test_follow(context: ZmqContext, tmp_path: Path, address: str, told_by
         addresses = EngineAddresses(inputs=[mode.input_address], outputs=[mode.output_address])
         engine.register(addresses, registration(engine, dp_stats_address=told))
 
-    with trio.fail_after(5):
+    with trio.fail_after(LIMIT):
         async with beside(register), open_frontend(mode) as links:
             if told_by == "nobody":
                 assert links.coordination is None
@@ -169,7 +173,9 @@ async def test_follow(context: ZmqContext, tmp_path: Path, address: str, told_by
             assert [b"notice"] == await publisher.receive()
 
 
-async def test_settings_for_the_engines(engines: list[RawEngine], address: str) -> None:
+async def test_settings_for_the_engines(
+    engines: list[RawEngine], address: str, patient_clock: MockClock
+) -> None:
     """They travel in INIT as they are."""
     settings: dict[str, int | str | list[int]] = {
         "data_parallel_master_ip": "127.0.0.1",
@@ -184,7 +190,7 @@ async def test_settings_for_the_engines(engines: list[RawEngine], address: str) 
         (payload,) = await engines[0].handshake.receive()
         received.append(decode_init(payload).parallel_config)
 
-    with trio.fail_after(5):
+    with trio.fail_after(LIMIT):
         async with beside(listen):
             with pytest.raises(StartupError):
                 async with open_frontend(mode):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from tests.transport.peers import ANY_PORT
+from tests.transport.peers import ANY_PORT, LIMIT
 
 from trio_vllm._errors import AddressInUseError, ConfigurationError
 from trio_vllm.transport._address import LONGEST_PATH
@@ -46,7 +46,7 @@ async def test_messages_pass(context: ZmqContext, tmp_path: Path, asked: str, gi
     assert address.startswith(given.format(folder=tmp_path))
     assert not address.endswith(":0")
     assert address == pull.address == push.address
-    with trio.fail_after(2):
+    with trio.fail_after(LIMIT):
         assert [b"message"] == await pull.receive()
 
 
@@ -57,7 +57,7 @@ async def test_connecting_resolves_names(context: ZmqContext) -> None:
     push.connect(f"tcp://localhost:{port}")
     push.send_nowait([b"message"])
 
-    with trio.fail_after(2):
+    with trio.fail_after(LIMIT):
         assert [b"message"] == await pull.receive()
 
 
@@ -118,7 +118,7 @@ async def test_inherited_listener_is_adopted(context: ZmqContext, backlog: int) 
     if not backlog:
         push.connect(address)
     push.send_nowait([b"message"])
-    with trio.fail_after(2):
+    with trio.fail_after(LIMIT):
         assert [b"message"] == await pull.receive()
 
 

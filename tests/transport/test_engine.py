@@ -12,6 +12,7 @@ import ormsgpack
 import pytest
 import trio
 from tests.ready import ready_response
+from tests.transport.peers import LIMIT
 from tests.transport.startup import (
     TICK,
     RawFrontend,
@@ -19,7 +20,7 @@ from tests.transport.startup import (
     free_port,
     listening_socket,
 )
-from trio.testing import assert_checkpoints
+from trio.testing import MockClock, assert_checkpoints
 
 from trio_vllm._errors import ConfigurationError, StartupError
 from trio_vllm.protocol import (
@@ -30,12 +31,15 @@ from trio_vllm.protocol import (
     decode_report,
     encode_init,
 )
-from trio_vllm.transport import FrontendLinks, join_frontend
+from trio_vllm.transport import FrontendLinks, _engine, join_frontend
 from trio_vllm.transport._context import SocketType, ZmqContext, open_context
 from trio_vllm.transport._outgoing import set_linger
 from trio_vllm.transport._socket import ZmqSocket
 
 Script = Callable[[RawFrontend], Awaitable[object]]
+
+LONG_TICK = 3 * TICK
+"""For where ØMQ connects again and again, so that the `patient_clock` would never see an end."""
 
 
 @pytest.fixture
@@ -68,7 +72,7 @@ async def take_ready(frontend: RawFrontend) -> None:
     assert EngineId.of(3) == identity
 
 
-def joining(address: str, timeout: float = 5.0, **options: Any) -> Any:
+def joining(address: str, timeout: float = math.inf, **options: Any) -> Any:
     return join_frontend(
         address,
         engine_index=3,
@@ -78,9 +82,9 @@ def joining(address: str, timeout: float = 5.0, **options: Any) -> Any:
     )
 
 
-async def fail(frontend: RawFrontend, script: Script, timeout: float = 5.0) -> StartupError:
+async def fail(frontend: RawFrontend, script: Script, timeout: float = math.inf) -> StartupError:
     """Join a frontend that does as ``script`` says, in vain."""
-    with trio.fail_after(5):
+    with trio.fail_after(LIMIT):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(script, frontend)
             with pytest.raises(StartupError) as caught:
@@ -116,7 +120,7 @@ async def test_join(context: ZmqContext, tmp_path: Path, clients: int) -> None:
         told.append(init)
         return ready_response(3)
 
-    with trio.fail_after(5):
+    with trio.fail_after(LIMIT):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(answer, frontend)
             async with join_frontend(
@@ -140,7 +144,7 @@ async def test_frontend_comes_later(tmp_path: Path, context: ZmqContext) -> None
         await trio.testing.wait_all_tasks_blocked()
         await answer(RawFrontend.bind(context, tmp_path))
 
-    with trio.fail_after(5):
+    with trio.fail_after(LIMIT):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(come_late)
             async with joining(f"ipc://{tmp_path}/handshake"):
@@ -167,7 +171,7 @@ async def test_gate(frontend: RawFrontend, context: ZmqContext, tmp_path: Path) 
         broadcasts.send_nowait([b"\x02", b"\x92\x01\xc0"])
         await take_ready(frontend)
 
-    with trio.fail_after(5):
+    with trio.fail_after(LIMIT):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(coordinate)
             async with joining(frontend.handshake.address) as links:
@@ -197,7 +201,7 @@ async def test_nobody_listens(tmp_path: Path, kind: str) -> None:
     )
 
 
-async def test_silent_listener() -> None:
+async def test_silent_listener(patient_clock: MockClock) -> None:
     with listening_socket(stdlib_socket.AF_INET, ("127.0.0.1", 0)) as listener:
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(StartupError) as caught:
@@ -220,17 +224,19 @@ async def test_other_service(response: bytes) -> None:
         listeners = await nursery.start(trio.serve_tcp, serve, 0)
         address = f"tcp://127.0.0.1:{listeners[0].socket.getsockname()[1]}"
         with pytest.raises(StartupError) as caught:
-            async with joining(address, TICK):
+            async with joining(address, LONG_TICK):
                 raise AssertionError("it did not fail")
         nursery.cancel_scope.cancel()
 
-    assert (TICK, [f"who listens at {address} does not speak ZeroMQ"]) == (
+    assert (LONG_TICK, [f"who listens at {address} does not speak ZeroMQ"]) == (
         caught.value.seconds,
         caught.value.notes,
     )
 
 
-async def test_frontend_that_does_not_answer(frontend: RawFrontend) -> None:
+async def test_frontend_that_does_not_answer(
+    frontend: RawFrontend, patient_clock: MockClock
+) -> None:
     error = await fail(frontend, take_hello, TICK)
 
     assert (TICK, f"INIT from the frontend at {frontend.handshake.address}") == (
@@ -240,7 +246,9 @@ async def test_frontend_that_does_not_answer(frontend: RawFrontend) -> None:
     assert [f"{frontend.handshake.address} is connected"] == error.notes
 
 
-async def test_second_engine_with_the_same_index(frontend: RawFrontend) -> None:
+async def test_second_engine_with_the_same_index(
+    frontend: RawFrontend, patient_clock: MockClock
+) -> None:
     """The frontend cannot hear it."""
     first = frontend.context.socket(SocketType.DEALER, identity=EngineId.of(3))
     first.connect(frontend.handshake.address)
@@ -333,7 +341,9 @@ async def test_frontend_leaves_in_the_gate(frontend: RawFrontend, tmp_path: Path
     assert [f"{frontend.handshake.address} closed the connection"] == error.notes
 
 
-async def test_gate_that_does_not_open(frontend: RawFrontend, tmp_path: Path) -> None:
+async def test_gate_that_does_not_open(
+    frontend: RawFrontend, tmp_path: Path, patient_clock: MockClock
+) -> None:
     address = f"ipc://{tmp_path}/nobody"
     error = await fail(
         frontend,
@@ -352,7 +362,7 @@ async def test_input_socket_that_is_not_there(frontend: RawFrontend, tmp_path: P
         await answer(frontend, inputs=[nobody])
         await take_ready(frontend)
 
-    error = await fail(frontend, mislead, TICK)
+    error = await fail(frontend, mislead, LONG_TICK)
 
     assert "the connection to the frontend's input socket" == error.phase
     assert [f"nobody listens at {nobody}"] == error.notes
@@ -372,7 +382,7 @@ async def test_frontend_is_replaced_before_its_input_socket_is_there(
 
     frontend = RawFrontend.bind(context, tmp_path)
     address = frontend.handshake.address
-    error = await fail(frontend, be_replaced, math.inf)
+    error = await fail(frontend, be_replaced)
 
     assert "the connection to the frontend's input socket" == error.phase
     assert [f"{address} is connected again"] == error.notes
@@ -397,13 +407,16 @@ async def test_cancelling_leaves_nothing_behind(tmp_path: Path) -> None:
     assert 5 < await cancel_everywhere(run)
 
 
-async def test_waiting_for_a_frontend_is_left_at_once(tmp_path: Path) -> None:
+async def test_waiting_for_a_frontend_is_left_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(_engine, "READY_LINGER", LIMIT)
     begin = trio.current_time()
     with trio.move_on_after(0.1):
         async with joining(f"ipc://{tmp_path}/nobody"):
             raise AssertionError("it did not fail")
 
-    assert 0.4 > trio.current_time() - begin
+    assert LIMIT / 2 > trio.current_time() - begin
 
 
 async def leave_with_outputs(frontend: RawFrontend, *, client_lives: bool) -> float:
@@ -422,20 +435,23 @@ async def leave_with_outputs(frontend: RawFrontend, *, client_lives: bool) -> fl
 
 
 async def test_last_outputs_get_out(frontend: RawFrontend) -> None:
-    with trio.fail_after(5):
+    with trio.fail_after(LIMIT):
         await leave_with_outputs(frontend, client_lives=True)
 
         for number in range(1000):
             assert [b"%d" % number] == await frontend.outputs[0].receive()
 
 
-async def test_leaving_does_not_wait_for_a_client_that_is_gone(frontend: RawFrontend) -> None:
-    with trio.fail_after(5):
-        assert 0.4 > await leave_with_outputs(frontend, client_lives=False)
+async def test_leaving_does_not_wait_for_a_client_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch, frontend: RawFrontend
+) -> None:
+    monkeypatch.setattr(_engine, "OUTPUT_LINGER", LIMIT)
+    with trio.fail_after(LIMIT):
+        assert LIMIT / 2 > await leave_with_outputs(frontend, client_lives=False)
 
 
 async def test_output_high_water_mark(frontend: RawFrontend, tmp_path: Path) -> None:
-    with trio.fail_after(5):
+    with trio.fail_after(LIMIT):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(lambda: answer(frontend, outputs=[f"ipc://{tmp_path}/nobody"]))
             async with joining(frontend.handshake.address, output_high_water_mark=3) as links:

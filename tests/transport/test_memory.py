@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import trio
 from tests.memory import MemoryRouter, open_memory_connection
-from tests.transport.peers import ANY_PORT
+from tests.transport.peers import ANY_PORT, LIMIT
 
 from trio_vllm._errors import PeerGoneError
 from trio_vllm.transport._channels import FrameReceiver, FrameSender
@@ -48,7 +48,7 @@ async def test_messages_arrive_in_order_and_in_batches(ends: Ends) -> None:
     sender.send_nowait([b"3"])
     received: list[list[bytes]] = []
 
-    with trio.fail_after(2):
+    with trio.fail_after(LIMIT):
         while len(received) < 3:
             batch = await receiver.receive_batch(2)
             assert 1 <= len(batch) <= 2
@@ -65,7 +65,7 @@ async def test_batch_without_waiting(ends: Ends) -> None:
         await sender.send([b"%d" % number])
     received: list[list[bytes]] = []
 
-    with trio.fail_after(2):
+    with trio.fail_after(LIMIT):
         while len(received) < 3:
             await trio.lowlevel.checkpoint()
             try:
@@ -86,7 +86,7 @@ async def test_router_sends_to_whom_it_knows(routed_ends: Ends) -> None:
     with pytest.raises(PeerGoneError):
         await router.send([b"stranger", b"3"])
 
-    with trio.fail_after(2):
+    with trio.fail_after(LIMIT):
         assert [[b"1"]] == await receiver.receive_batch(1)
         assert [[b"2"]] == await receiver.receive_batch(1)
 

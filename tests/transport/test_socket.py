@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from tests.transport.peers import ANY_PORT, Pair, wait_until_readable
+from tests.transport.peers import ANY_PORT, LIMIT, Pair, wait_until_readable
 from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
 from trio_vllm._errors import ConfigurationError, PeerGoneError
@@ -134,7 +134,7 @@ async def test_second_receiver_is_refused(pull_and_push: Pair) -> None:
         nursery.start_soon(pull.receive)
         await wait_all_tasks_blocked()
 
-        with trio.fail_after(2), pytest.raises(trio.BusyResourceError):
+        with trio.fail_after(LIMIT), pytest.raises(trio.BusyResourceError):
             await pull.receive()
 
         push.send_nowait([b"for the first one"])
@@ -149,7 +149,7 @@ async def test_second_waiting_sender_is_refused(context: ZmqContext, tmp_path: P
         nursery.start_soon(push.send, [b"waits"])
         await wait_all_tasks_blocked()
 
-        with trio.fail_after(2), pytest.raises(trio.BusyResourceError):
+        with trio.fail_after(LIMIT), pytest.raises(trio.BusyResourceError):
             await push.send([b"refused"])
 
         nursery.cancel_scope.cancel()
@@ -168,7 +168,7 @@ async def test_close_ends_the_waits_of_both_directions(context: ZmqContext, tmp_
 
 
 async def expect_closed(socket: ZmqSocket, to_send: list[bytes] | None = None) -> None:
-    with trio.fail_after(2), pytest.raises(trio.ClosedResourceError):
+    with trio.fail_after(LIMIT), pytest.raises(trio.ClosedResourceError):
         await (socket.send(to_send) if to_send else socket.receive())
 
 
@@ -218,7 +218,7 @@ async def test_router_says_that_a_peer_has_left(router_and_dealer: Pair) -> None
         while True:
             await router.send([b"peer", b"payload"])
 
-    with trio.fail_after(2), pytest.raises(PeerGoneError):
+    with trio.fail_after(LIMIT), pytest.raises(PeerGoneError):
         await send_for_ever()
 
 
@@ -283,7 +283,7 @@ async def test_batch_with_descriptors(context: ZmqContext) -> None:
             push.send_nowait([b"%d" % pushes.index(push), b"%d" % number])
     received: list[tuple[list[bytes], int]] = []
 
-    with trio.fail_after(2):
+    with trio.fail_after(LIMIT):
         while len(received) < 6:
             batch = await pull.receive_batch_with_descriptors(4)
             assert 1 <= len(batch) <= 4
@@ -303,7 +303,7 @@ async def test_junk_does_not_pass_for_a_message(
     """As it would by ZMTP 1.0: a peer's name, or none, and what it says."""
     socket = context.socket(kind)
     host, port = socket.bind(ANY_PORT).removeprefix("tcp://").split(":")
-    with trio.fail_after(2):
+    with trio.fail_after(LIMIT):
         async with await trio.open_tcp_stream(host, int(port)) as stream:
             await stream.send_all(junk)
             with suppress(trio.BrokenResourceError):
@@ -333,7 +333,7 @@ def test_ctrl_c_in_the_middle_of_a_message_does_not_split_it(
                 push.send_nowait([b"first", b"second"])
                 monkeypatch.undo()
                 await trio.sleep_forever()
-            with trio.fail_after(2):
+            with trio.fail_after(LIMIT):
                 received.append(await pull.receive())
 
     trio.run(main)

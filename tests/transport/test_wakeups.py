@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 import trio
 import zmq
-from tests.transport.peers import ANY_PORT, Pair
+from tests.transport.peers import ANY_PORT, LIMIT, Pair
 from trio.testing import wait_all_tasks_blocked
 
 from trio_vllm.transport._context import SocketType, ZmqContext
@@ -52,7 +52,7 @@ async def test_sending_does_not_swallow_a_message(inner_pair: Pair, in_vain: boo
     router, dealer = inner_pair
     if in_vain:
         fill(dealer)
-    with trio.fail_after(5):
+    with trio.fail_after(LIMIT):
         for number in range(20):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(expect, dealer, [b"%d" % number])
@@ -72,7 +72,7 @@ async def expect(socket: ZmqSocket, frames: list[bytes]) -> None:
 async def test_receiving_does_not_swallow_room(inner_pair: Pair) -> None:
     """Room comes while one task waits for it, and another one uses the socket first."""
     router, dealer = inner_pair
-    with trio.fail_after(5):
+    with trio.fail_after(LIMIT):
         for _ in range(20):
             fill(dealer)
             async with trio.open_nursery() as nursery:
@@ -145,7 +145,7 @@ async def test_full_rate_in_both_directions_with_a_pausing_reader(context: ZmqCo
                     await wait_all_tasks_blocked(0.01)  # the sender has run into the bound
                     pauses += 1
 
-    with trio.fail_after(30):
+    with trio.fail_after(LIMIT):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(send)
             nursery.start_soon(echo)
