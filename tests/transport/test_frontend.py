@@ -156,18 +156,25 @@ async def test_chosen_addresses(engine: RawEngine, address: str, tmp_path: Path)
 # Bootstrapped -----------------------------------------------------------------------------------
 
 
-def bootstrapped(tmp_path: Path, ready_timeout: float = TICK, **engines: int) -> Bootstrapped:
+def bootstrapped(
+    tmp_path: Path,
+    *,
+    ready_timeout: float = TICK,
+    engine_start_index: int = 0,
+    engine_count: int = 1,
+) -> Bootstrapped:
     return Bootstrapped(
         input_address=f"ipc://{tmp_path}/in",
         output_address=f"ipc://{tmp_path}/out",
         ready_timeout=ready_timeout,
-        **engines,
+        engine_start_index=engine_start_index,
+        engine_count=engine_count,
     )
 
 
 async def test_bootstrapped_by_address(context: ZmqContext, tmp_path: Path, address: str) -> None:
     """Its engines need not begin at 0."""
-    mode = bootstrapped(tmp_path, LIMIT, engine_start_index=4, engine_count=2)
+    mode = bootstrapped(tmp_path, ready_timeout=LIMIT, engine_start_index=4, engine_count=2)
     engines = [RawEngine(context, address, index) for index in (5, 4)]
     addresses = EngineAddresses(inputs=[mode.input_address], outputs=[mode.output_address])
 
