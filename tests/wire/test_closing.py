@@ -69,7 +69,7 @@ async def test_last_aborts_reach_the_engines(tmp_path: Path, way: str) -> None:
     address = f"ipc://{tmp_path}/handshake"
     engines = [Engine(index, address) for index in range(2)]
     mode = HandshakeOwner(handshake_address=address, engine_count=2)
-    with trio.fail_after(10):
+    with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             for engine in engines:
                 nursery.start_soon(engine.run)

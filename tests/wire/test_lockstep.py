@@ -30,7 +30,7 @@ async def test_waves(tmp_path: Path) -> None:
     mode = HandshakeOwner(handshake_address=address, engine_count=3, coordinator=True)
     config = MockEngineConfig(lockstep=True)
     options = ServeOptions(handshake_address=address, engine_count=3)
-    with trio.fail_after(20):
+    with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(serve_mock_engines, config, options)
             async with open_client(mode) as client:
