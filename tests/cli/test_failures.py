@@ -8,6 +8,7 @@ import pytest
 import trio
 from tests.cli.conftest import RunSmoke
 from tests.cli.fake_engine import FakeEngine
+from trio.testing import MockClock
 
 from trio_vllm import (
     DecodeError,
@@ -39,7 +40,7 @@ async def test_a_host_that_is_not_ours(run_smoke: RunSmoke) -> None:
     assert "tcp://192.0.2.1:0" in line
 
 
-async def test_the_missing_engine_is_named(run_smoke: RunSmoke) -> None:
+async def test_the_missing_engine_is_named(run_smoke: RunSmoke, patient_clock: MockClock) -> None:
     """If only one of two comes."""
     outcome = await run_smoke("generate", "--engine-count=2", "--ready-timeout-secs=0.2")
 
@@ -47,7 +48,7 @@ async def test_the_missing_engine_is_named(run_smoke: RunSmoke) -> None:
     assert "waiting for HELLO from engine 1 (gave up after 0.2 s)" in outcome.err
 
 
-async def test_a_stranger_is_told_of(run_smoke: RunSmoke) -> None:
+async def test_a_stranger_is_told_of(run_smoke: RunSmoke, patient_clock: MockClock) -> None:
     """An engine with an unexpected index is no reason to fail, but worth a note if nothing comes."""
     outcome = await run_smoke("generate", "--ready-timeout-secs=0.2", engines=[FakeEngine(7)])
 

@@ -7,14 +7,14 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
-from tests.cli.test_mock_engine import TIMEOUT, end, mock_engine, owner, parsed, refused
+from tests.cli.test_mock_engine import end, mock_engine, owner, parsed, refused, until
 from tests.proc import children_of, is_alive
 
 from trio_vllm import (
@@ -28,6 +28,7 @@ from trio_vllm import (
 from trio_vllm.cli import _mock_processes
 from trio_vllm.cli._mock_options import MockOptions, engines_in_words
 from trio_vllm.cli._mock_processes import WorkerEndedError, serve_in_processes, shares
+from trio_vllm.mock import MockEngineConfig, ServeOptions, serve_mock_engines
 
 SUMMARY = re.compile(r"(?m)^\S+ \S+ INFO summary: (.*) tokens_per_second=\d+ (.*)$")
 
@@ -88,12 +89,6 @@ async def ended(process: subprocess.Popen[str], *signals: int) -> tuple[int, str
     return await trio.to_thread.run_sync(end, process, *signals)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    with trio.fail_after(TIMEOUT):
-        while not condition():  # noqa: ASYNC110  (nobody tells of processes that are not ours)
-            await trio.sleep(0.01)
-
-
 # What they are ----------------------------------------------------------------------------------
 
 
@@ -144,16 +139,18 @@ def test_one_process_may_be_in_lockstep() -> None:
 
 async def test_the_same_tokens_from_any_number_of_processes(address: str) -> None:
     """Every engine is there once, under its index, and in a process that was asked for."""
-    found = []
-    for processes in (1, 2, 3):
-        async with serving(address, processes, "--seed", "7") as (process, client):
-            assert (0 if processes == 1 else processes) == len(children_of(process.pid))
-            found.append([await tokens_of(client, "a", engine) for engine in range(3)])
-            code, _ = await ended(process, signal.SIGINT)
-            assert 0 == code
+    options = ServeOptions(handshake_address=address, engine_count=3)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(serve_mock_engines, MockEngineConfig(seed=7), options)
+        async with open_client(owner(address, 3)) as client:
+            expected = [await tokens_of(client, "a", engine) for engine in range(3)]
+        nursery.cancel_scope.cancel()
+    assert 3 == len({tuple(tokens) for tokens in expected})
 
-    assert 3 == len({tuple(tokens) for tokens in found[0]})
-    assert found[0] == found[1] == found[2]
+    for processes in (2, 3):
+        async with serving(address, processes, "--seed", "7") as (process, client):
+            assert processes == len(children_of(process.pid))
+            assert expected == [await tokens_of(client, "a", engine) for engine in range(3)]
 
 
 async def test_workers_get_the_options_and_nothing_else(
@@ -183,9 +180,12 @@ async def test_workers_get_the_options_and_nothing_else(
 
 
 async def test_a_signal_ends_all_with_one_summary(address: str) -> None:
-    """Its counts are the sums, and log lines are whole."""
+    """Its counts are the sums, and log lines are whole. Workers leave signals to their parent."""
     async with serving(address, 2, "--log-requests") as (process, client):
         workers = children_of(process.pid)
+        for worker in workers:
+            os.kill(worker, signal.SIGINT)
+            os.kill(worker, signal.SIGTERM)
         async with trio.open_nursery() as nursery:
             for number in range(30):
                 nursery.start_soon(tokens_of, client, f"r{number}", number % 3)
@@ -216,31 +216,18 @@ def test_a_signal_for_the_whole_group(address: str, number: signal.Signals) -> N
     assert "Traceback" not in log
 
 
-async def test_workers_leave_signals_to_their_parent(address: str) -> None:
-    """They go on."""
-    async with serving(address, 2) as (process, client):
-        for worker in children_of(process.pid):
-            os.kill(worker, signal.SIGINT)
-            os.kill(worker, signal.SIGTERM)
-        for engine in range(3):
-            assert 5 == len(await tokens_of(client, f"r{engine}", engine))
-        code, _ = await ended(process, signal.SIGTERM)
-
-    assert 0 == code
-
-
 async def test_requests_may_end_first(address: str) -> None:
     """A closed pipe asks for what a signal does to one process."""
     life = ("--step-interval", "0.01", "--shutdown-timeout", "60")
     async with serving(address, 2, *life) as (process, client):
-        async with begun(client, 0, 50) as first, begun(client, 2, 50) as last:
+        async with begun(client, 0, 20) as first, begun(client, 2, 20) as last:
             code, log = await ended(process, signal.SIGTERM)
             for outputs in (first, last):
                 *_, final = [delivered.output async for delivered in outputs]
                 assert FinishReason.LENGTH is final.finish_reason
 
     assert 0 == code
-    assert [("requests=2 tokens=100", "finished=2 aborted=0 errors=0")] == SUMMARY.findall(log)
+    assert [("requests=2 tokens=40", "finished=2 aborted=0 errors=0")] == SUMMARY.findall(log)
 
 
 async def test_a_second_signal_ends_all_at_once(address: str) -> None:

@@ -48,7 +48,7 @@ async def test_mock_engines_tell_of_their_end(address: str) -> None:
         reasons.append(reason)
         ended.set()
 
-    with trio.fail_after(10):
+    with trio.fail_after(60):
         async with mock_engines(address, 1, on_end):
             async with open_llm(HandshakeOwner(handshake_address=address)):
                 assert not reasons

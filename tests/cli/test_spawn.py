@@ -51,7 +51,7 @@ def test_an_early_end_is_reported_at_once(capfd: pytest.CaptureFixture[str]) -> 
 
     assert main(["generate", "--spawn", "--", *ENGINE, "{address}", "fail"]) == 1
 
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
     assert capfd.readouterr().err == "llm-smoke: the engine command ended with 1: no memory\n"
 
 
