@@ -36,7 +36,7 @@ VLLM_NAMES = {
 }
 """Names that users of vLLM's own client bring with them."""
 
-BUILDING_BLOCKS = {"Sink", "Waker"}
+BUILDING_BLOCKS = {"Sink"}
 """What `Llm` uses of the client, and nobody else needs."""
 
 

@@ -33,15 +33,16 @@ class Allowed:
     watched: frozenset[str] = frozenset()
 
 
-BELOW_CLIENT = frozenset({"transport", "protocol", "_errors", "_background"})
+BELOW_CLIENT = frozenset({"transport", "protocol", "_errors", "_background", "_waker"})
 
 RULES = {
     "_errors": Allowed(frozenset()),
     "_background": Allowed(frozenset({"_errors"}), frozenset({"logging", "trio"})),
+    "_waker": Allowed(frozenset(), frozenset({"trio"})),
     "protocol": Allowed(frozenset({"_errors"}), frozenset({"ormsgpack"})),
     "transport": Allowed(BELOW_CLIENT - {"transport"}, IMPURE | {"trio", "zmq"}),
     "client": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
-    "llm": Allowed(frozenset({"client", "protocol", "_errors", "_background"}), IMPURE | {"trio"}),
+    "llm": Allowed(BELOW_CLIENT - {"transport"} | {"client"}, IMPURE | {"trio"}),
     "mock": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
     "mock/_engine": Allowed(frozenset({"protocol", "_errors"}), frozenset({"random"})),
     "cli": Allowed(

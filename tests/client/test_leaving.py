@@ -174,6 +174,7 @@ async def test_nothing_grows_with_the_number_of_requests() -> None:
             }
             for stream in itertools.chain(*streams.values()):
                 world.client.submit(make_request(stream.request_id), stream)
+            await wait_all_tasks_blocked()
             assert [200, 200] == [len(engine.requests()) for engine in world.engines]
             for engine in world.engines:
                 await engine.send(

@@ -98,17 +98,26 @@ async def test_nothing_can_be_asked_of_the_only_engine_while_its_outputs_trickle
 
 async def test_a_failed_send_is_a_loss_and_its_cause_is_kept(autojump_clock: MockClock) -> None:
     async with open_world() as world:
-        stream = OutputStream("r")
+        stream, second = OutputStream("r"), OutputStream("second")
         world.client.submit(make_request(), stream)
         world.engine.vanish()
-        with pytest.raises(EngineDeadError):
-            world.client.submit(make_request("second"), OutputStream("second"))
+        world.client.submit(make_request("second"), second)
         await world.engine.emit("r", [7])
 
         assert [7] == (await anext(stream)).output.new_token_ids
         error = await fate(stream)
         assert isinstance(error.__cause__, PeerGoneError)
         assert error.__cause__ is (await fate(stream)).__cause__
+        assert error.__cause__ is (await fate(second)).__cause__
+
+
+async def test_an_idle_engine_that_is_gone_gets_nothing(autojump_clock: MockClock) -> None:
+    """The caller hears of it at once."""
+    async with open_world() as world:
+        world.engine.vanish()
+        with pytest.raises(EngineDeadError, match="engine 0 is dead"):
+            world.client.submit(make_request(), OutputStream("r"))
+        world.assert_tidy()
 
 
 async def test_late_rows_of_the_dead_are_dropped(autojump_clock: MockClock) -> None:

@@ -5,32 +5,40 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 
 import pytest
-from tests.client.world import World, make_request, open_world
-from trio.testing import MockClock
+import trio
+from tests.client.world import Engine, World, make_request, open_world
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_vllm._errors import InvalidDataParallelRankError
 from trio_vllm.client import OutputStream
-from trio_vllm.protocol import FinishReason
+from trio_vllm.protocol import AbortRequests, EngineCoreRequest, FinishReason, UtilityRequest
 
 
-def submit(world: World, request_id: str, data_parallel_rank: int | None = None) -> int:
+async def submit(world: World, request_id: str, data_parallel_rank: int | None = None) -> int:
     """Send a request; gives the engine that gets it."""
     sink = OutputStream(request_id)
     request = make_request(request_id, data_parallel_rank=data_parallel_rank)
     world.client.submit(request, sink)
+    await wait_all_tasks_blocked()
     assert [request_id] == [r.request_id for r in world.engines[sink.engine_index].requests()]
     return sink.engine_index
+
+
+def request_ids(engine: Engine) -> list[str]:
+    """The requests that came since the last call; an abort may have come besides."""
+    messages = engine.received()
+    return [message.request_id for message in messages if isinstance(message, EngineCoreRequest)]
 
 
 async def test_the_engine_with_the_fewest_requests_gets_the_next_and_ties_go_to_the_lowest() -> (
     None
 ):
     async with open_world(3) as world:
-        assert [0, 1, 2, 0] == [submit(world, request_id) for request_id in "abcd"]
+        assert [0, 1, 2, 0] == [await submit(world, request_id) for request_id in "abcd"]
 
         await world.engines[1].emit("b", [7], FinishReason.LENGTH)
         world.client.abort(["c"])
-        assert [1, 2, 1] == [submit(world, request_id) for request_id in "efg"]
+        assert [1, 2, 1] == [await submit(world, request_id) for request_id in "efg"]
 
 
 async def test_what_engines_report_counts_and_what_was_admitted_since() -> None:
@@ -38,20 +46,20 @@ async def test_what_engines_report_counts_and_what_was_admitted_since() -> None:
         await world.engines[0].report(running=2, waiting=1)
         await world.engines[1].report(running=1)
 
-        assert [1, 1, 0, 1] == [submit(world, request_id) for request_id in "abcd"]
+        assert [1, 1, 0, 1] == [await submit(world, request_id) for request_id in "abcd"]
 
 
 async def test_a_request_can_be_pinned() -> None:
     async with open_world(2) as world:
-        assert [1, 1] == [submit(world, request_id, 1) for request_id in "ab"]
-        assert [0, 0] == [submit(world, request_id) for request_id in "cd"]
+        assert [1, 1] == [await submit(world, request_id, 1) for request_id in "ab"]
+        assert [0, 0] == [await submit(world, request_id) for request_id in "cd"]
 
 
 @pytest.mark.parametrize("rank", [2, 99])
 async def test_a_pin_to_an_unknown_engine_is_refused(rank: int) -> None:
     async with open_world(2) as world:
         with pytest.raises(InvalidDataParallelRankError) as caught:
-            submit(world, "a", rank)
+            await submit(world, "a", rank)
 
         assert (rank, [0, 1]) == (caught.value.data_parallel_rank, caught.value.engine_indices)
 
@@ -60,10 +68,10 @@ async def test_a_lost_engine_gets_nothing_from_its_loss_on(autojump_clock: MockC
     async with open_world(2) as world:
         await world.engines[0].die()
 
-        assert [1, 1] == [submit(world, request_id) for request_id in "ab"]
+        assert [1, 1] == [await submit(world, request_id) for request_id in "ab"]
         assert [1] == world.client.engine_indices
         with pytest.raises(InvalidDataParallelRankError) as caught:
-            submit(world, "c", 0)
+            await submit(world, "c", 0)
         assert [1] == caught.value.engine_indices
 
 
@@ -72,7 +80,51 @@ async def test_an_engine_that_turns_out_to_be_gone_is_passed_over() -> None:
     async with open_world(3) as world:
         world.engines[0].vanish()
 
-        assert [1, 2] == [submit(world, request_id) for request_id in "ab"]
+        assert [1, 2] == [await submit(world, request_id) for request_id in "ab"]
+
+
+async def test_what_is_submitted_to_busy_engines_goes_together() -> None:
+    """The first request of each goes at once, the rest when others have had their turn."""
+    async with open_world(2) as world:
+        for request_id in "abcdef":
+            world.client.submit(make_request(request_id), OutputStream(request_id))
+        assert [["a"], ["b"]] == [request_ids(engine) for engine in world.engines]
+
+        await wait_all_tasks_blocked()
+        assert [["c", "e"], ["d", "f"]] == [request_ids(engine) for engine in world.engines]
+
+
+async def test_what_was_submitted_comes_before_a_call_and_its_own_abort() -> None:
+    async with open_world() as world, trio.open_nursery() as nursery:
+        for request_id in "abc":
+            world.client.submit(make_request(request_id), OutputStream(request_id))
+        world.client.abort(["b"])
+        nursery.start_soon(world.client.call_utility, "is_sleeping")
+        await wait_all_tasks_blocked()
+
+        messages = world.engine.received()
+        kinds = [EngineCoreRequest] * 3 + [AbortRequests, UtilityRequest]
+        assert kinds == list(map(type, messages))
+        nursery.cancel_scope.cancel()
+
+
+async def test_requests_for_an_engine_that_turns_out_to_be_gone_go_to_another() -> None:
+    """Except those that were meant for it, and those that are over."""
+    async with open_world(2) as world:
+        sinks = {request_id: OutputStream(request_id) for request_id in "abcdefg"}
+        for request_id, sink in sinks.items():
+            rank = 0 if request_id == "g" else None
+            world.client.submit(make_request(request_id, data_parallel_rank=rank), sink)
+        assert ["a"] == request_ids(world.engines[0])
+        world.engines[0].vanish()
+        world.client.abort(["e"])
+        await wait_all_tasks_blocked()
+
+        assert ["b", "d", "f", "c"] == request_ids(world.engines[1])
+        assert [0, 1, 1, 1] == [sinks[request_id].engine_index for request_id in "abcd"]
+        assert 4 == world.client._balancer.in_flight(1)
+        await world.engines[1].emit("c", [7], FinishReason.LENGTH)
+        assert [[7]] == [item.output.new_token_ids async for item in sinks["c"]]
 
 
 async def test_garbled_statistics_harm_nobody(caplog: pytest.LogCaptureFixture) -> None:

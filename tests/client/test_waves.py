@@ -49,10 +49,11 @@ class Lockstep:
     """Broadcasts to engines, or notices to a coordinator."""
     subscriptions: MemorySender
 
-    def submit(self, request_id: str, rank: int) -> EngineCoreRequest:
+    async def submit(self, request_id: str, rank: int) -> EngineCoreRequest:
         """Send a request; gives what the engine got."""
         request = make_request(request_id, data_parallel_rank=rank)
         self.client.submit(request, OutputStream(request_id))
+        await wait_all_tasks_blocked()
         assert 0 == request.current_wave  # the caller's is not changed
         (frames,) = self.inboxes[rank].receive_batch_nowait(10)
         message = decode_engine_message(frames)
@@ -111,18 +112,18 @@ async def open_lockstep(
 async def test_leader_wakes_the_others(autojump_clock: MockClock) -> None:
     """For each request to seemingly idle engines; not for those to running ones."""
     async with open_lockstep(leads=True) as world:
-        assert 0 == world.submit("a", 1).current_wave
-        assert 0 == world.submit("b", 0).current_wave
+        assert 0 == (await world.submit("a", 1)).current_wave
+        assert 0 == (await world.submit("b", 0)).current_wave
         assert [StartDpWave(0, 1), StartDpWave(0, 0)] == world.broadcasts()
 
         await world.notify(DpControlOutput(engine_index=0, start_wave=0))
         assert [StartDpWave(0, 0)] == world.broadcasts()
-        world.submit("c", 1)
+        await world.submit("c", 1)
         assert [] == world.broadcasts()
 
         await world.notify(DpControlOutput(engine_index=0, wave_complete=0))
         assert [] == world.broadcasts()
-        assert 1 == world.submit("d", 1).current_wave
+        assert 1 == (await world.submit("d", 1)).current_wave
         assert [StartDpWave(1, 1)] == world.broadcasts()
 
 
@@ -186,11 +187,11 @@ async def test_loss_of_one_engine_fails_the_client(autojump_clock: MockClock, le
 async def test_engines_without_waves_are_not_woken(autojump_clock: MockClock) -> None:
     """They would log an error each time."""
     async with open_lockstep(leads=True, data_parallel_size=1) as world:
-        world.submit("a", 0)
+        await world.submit("a", 0)
         assert [] == world.broadcasts()
 
     async with open_lockstep(leads=False, data_parallel_size=1, version="0.32.0") as world:
-        world.submit("a", 0)
+        await world.submit("a", 0)
         assert [] == world.sent()
         await world.say(b"\xc1")
         assert world.client.is_healthy
@@ -198,11 +199,11 @@ async def test_engines_without_waves_are_not_woken(autojump_clock: MockClock) ->
 
 async def test_follower_stamps_the_published_wave(autojump_clock: MockClock) -> None:
     async with open_lockstep(leads=False) as world:
-        assert 0 == world.submit("a", 0).current_wave
+        assert 0 == (await world.submit("a", 0)).current_wave
 
         await world.publish(7, running=False)
 
-        assert 7 == world.submit("b", 1).current_wave
+        assert 7 == (await world.submit("b", 1)).current_wave
         assert [] == world.sent()
 
 
@@ -212,9 +213,9 @@ async def test_follower_tells_an_old_coordinator_of_first_requests(
     """A newer one takes that for an error, and does not need it."""
     async with open_lockstep(leads=False, version="0.32.0") as world:
         await world.publish(2, running=False)
-        world.submit("a", 1)
+        await world.submit("a", 1)
         await world.publish(2, running=True)
-        world.submit("b", 0)
+        await world.submit("b", 0)
 
         ((notice,),) = world.sent()
         assert [b"\x01\x00", 2] == ormsgpack.unpackb(notice)

@@ -91,6 +91,7 @@ async def test_completions_may_come_from_several_engines() -> None:
 async def test_a_stream_delivers_each_completion_on_its_own() -> None:
     async with open_llm_world() as world:
         async with world.llm.stream(make_prompt(n=2)) as stream:
+            await wait_all_tasks_blocked()
             first, second = (request.request_id for request in world.engine.requests())
             await world.engine.emit(second, [8])
             assert (1, [8]) == _brief(await anext(stream))
@@ -107,6 +108,7 @@ async def test_a_stream_delivers_each_completion_on_its_own() -> None:
 async def test_a_slow_caller_hears_of_all_completions_in_turn() -> None:
     async with open_llm_world() as world:
         async with world.llm.stream(make_prompt(n=3)) as stream:
+            await wait_all_tasks_blocked()
             ids = [request.request_id for request in world.engine.requests()]
             heard = []
             for token in range(7):
@@ -145,6 +147,7 @@ async def test_if_one_engine_dies_the_completions_of_others_are_aborted(
 async def test_a_stream_delivers_what_came_of_all_before_an_error() -> None:
     async with open_llm_world() as world:
         async with world.llm.stream(make_prompt(n=2, stream_interval=10)) as stream:
+            await wait_all_tasks_blocked()
             first, second = (request.request_id for request in world.engine.requests())
             await world.engine.send(make_output([7], first), make_output([8], second))
             await anext(stream)

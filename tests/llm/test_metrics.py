@@ -206,6 +206,7 @@ async def test_who_leaves_has_aborted(n: int) -> None:
     metrics = Metrics()
     async with open_llm_world(observers=[metrics.observer]) as world:
         async with world.llm.stream(make_prompt(n=n)) as stream:
+            await wait_all_tasks_blocked()
             for request in world.engine.requests():
                 await world.engine.emit(request.request_id, [7, 8])
             await anext(stream)

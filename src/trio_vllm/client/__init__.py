@@ -6,7 +6,6 @@ from trio_vllm.client._ready import EngineFleet
 from trio_vllm.client._stream import OutputStream, StreamOutput
 from trio_vllm.client._utilities import PauseMode
 from trio_vllm.client._utility_rules import KvCacheGroup
-from trio_vllm.client._waker import Waker
 from trio_vllm.transport import Bootstrapped, HandshakeOwner
 
 __all__ = [
@@ -19,6 +18,5 @@ __all__ = [
     "PauseMode",
     "Sink",
     "StreamOutput",
-    "Waker",
     "open_client",
 ]

@@ -1,9 +1,9 @@
 """`open_client` and `EngineCoreClient`: requests in, outputs out, over any number of engines.
 
 Theory of operation. Three tasks run beside the caller's block: one takes what the engines send and
-hands it to whoever waits for it, one tells engines of aborted requests, one hears of lost
-connections (see `_lives.py`). Sending a request is a plain function call in the caller's task: the
-input socket takes any number of messages and never blocks.
+hands it to whoever waits for it, one sends what can go together (see `_outbox.py`), one hears of
+lost connections (see `_lives.py`). Submitting a request is a plain function call in the caller's
+task: the input socket takes any number of messages and never blocks.
 
 What an engine does, or its death, never raises out of these tasks. The first cause is kept per
 engine; every waiter and every later call raises a fresh error made of it.
@@ -46,6 +46,7 @@ from trio_vllm.client._utility_rules import check_utility_call
 from trio_vllm.client._waves import WaveFollower, WaveLeader, WaveTracker
 from trio_vllm.protocol import (
     Balancer,
+    Buffer,
     EngineCoreRequest,
     EngineId,
     Frames,
@@ -102,7 +103,9 @@ class EngineCoreClient(UtilityMethods):
             on_death=self._bury,
             on_failure=self._fail,
         )
-        self._outbox = Outbox(links.requests, on_gone=self._lives.lose)
+        self._outbox = Outbox(
+            links.requests, on_gone=self._lives.lose, on_unsent=self._send_elsewhere
+        )
         self._inflight = Inflight(on_release=self._balancer.release, on_abort=self._outbox.abort)
         self._utility_calls = UtilityCalls()
         self._dispatcher = Dispatcher(
@@ -280,7 +283,8 @@ class EngineCoreClient(UtilityMethods):
         """Send a request whose outputs go to ``sink``; the building block of `call` and `Llm`.
 
         The request is checked first, completed (stop ids, structured-output backend, client index)
-        in a copy, and sent to the pinned or else the least loaded engine. An id should not be used
+        in a copy, and sent to the pinned or else the least loaded engine: at once if that is idle,
+        else together with what other tasks submit in this turn of trio's. An id should not be used
         again after an abort: outputs for the old request may still be on their way. What the model
         can do is checked once `learn_supported_tasks` has found out.
 
@@ -297,16 +301,30 @@ class EngineCoreClient(UtilityMethods):
         if self._waves is not None:
             request = attrs.evolve(request, current_wave=self._waves.current_wave)
         message = encode_checked(request, self._limits)
-        if self._outbox:
-            self._outbox.prepare_id(request_id)
-        engine_index = self._balancer.choose(request_id, request.data_parallel_rank)
-        while not self._outbox.send(engine_index, message):
-            self.raise_if_failed()
-            engine_index = self._balancer.choose(request_id, request.data_parallel_rank)
+        self._outbox.prepare_id(request_id)
+        pinned = request.data_parallel_rank
+        engine_index = self._balancer.choose(request_id, pinned)
+        if self._balancer.in_flight(engine_index):
+            self._outbox.post(engine_index, message, request_id if pinned is None else None)
+        else:
+            while not self._outbox.send(engine_index, message):
+                self.raise_if_failed()
+                engine_index = self._balancer.choose(request_id, pinned)
         if self._waves is not None:
             self._waves.send_request(engine_index)
         sink.engine_index = engine_index
         self._inflight.add(sink)
+        self._balancer.admit(engine_index)
+
+    def _send_elsewhere(self, request_id: str, message: list[Buffer]) -> None:
+        """The engine that a request was posted to turned out to be gone: give it to another."""
+        sink = self._inflight.get(request_id)
+        if sink is None or not self._balancer.engine_indices:
+            return  # it is over, or will be when the last engine is pronounced dead
+        engine_index = self._balancer.choose(request_id, None)
+        self._outbox.post(engine_index, message, request_id)
+        # No need to tell of a wave: engines that have them are lost together.
+        sink.engine_index = engine_index
         self._balancer.admit(engine_index)
 
     def drop(self, sink: Sink) -> None:
@@ -355,6 +373,7 @@ class EngineCoreClient(UtilityMethods):
         """
         self.raise_if_failed()
         check_utility_call(method, args)
+        self._outbox.flush()  # what was submitted before comes before
         call = self._utility_calls.open(method, self.engine_indices)
         try:
             request = UtilityRequest(self._client_index, call.call_id, method, list(args))

@@ -66,6 +66,10 @@ class Inflight:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._sinks
 
+    def get(self, request_id: str) -> Sink | None:
+        """Who takes the outputs of a request, if it is in flight."""
+        return self._sinks.get(request_id)
+
     @property
     def request_ids(self) -> list[str]:
         """The ids in flight, oldest first."""

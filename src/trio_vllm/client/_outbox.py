@@ -1,4 +1,4 @@
-"""What goes to the engines: requests at once, aborts together."""
+"""What goes to the engines: at once where one waits for it, else together."""
 
 from __future__ import annotations
 
@@ -7,29 +7,42 @@ from collections.abc import Callable
 import trio
 
 from trio_vllm._errors import PeerGoneError
-from trio_vllm.client._waker import Waker
+from trio_vllm._waker import Waker
 from trio_vllm.protocol import Buffer, EngineId, encode_abort
 from trio_vllm.transport import FrameSender
 
 
 class Outbox:
-    """Sends without waiting, except for aborts.
+    """Sends at once, or when `run` gets its turn, that is after all tasks that are due now.
 
-    All requests that are aborted before `run` gets its turn share one message per engine.
+    What is sent in one go costs ØMQ one wake-up, and reaches the engine before its next step. All
+    requests that are aborted until then share one message per engine.
     """
 
     def __init__(
-        self, requests: FrameSender, *, on_gone: Callable[[int, PeerGoneError], None]
+        self,
+        requests: FrameSender,
+        *,
+        on_gone: Callable[[int, PeerGoneError], None],
+        on_unsent: Callable[[str, list[Buffer]], None],
     ) -> None:
-        """``on_gone`` is called with an engine that turns out to be gone."""
+        """
+        Args:
+          requests: The way to all engines.
+          on_gone: Called with an engine that turns out to be gone.
+          on_unsent: Called after that with each request, id and message, that was posted to it and
+            may go elsewhere.
+        """
         self._requests = requests
         self._on_gone = on_gone
+        self._on_unsent = on_unsent
+        self._posted: list[tuple[int, list[Buffer], str | None]] = []
         self._aborts: dict[int, dict[str, None]] = {}  # request ids by engine
         self._waker = Waker()
 
     def __bool__(self) -> bool:
-        """Whether aborts are waiting."""
-        return bool(self._aborts)
+        """Whether something is waiting."""
+        return bool(self._posted or self._aborts)
 
     def send(self, engine_index: int, message: list[Buffer]) -> bool:
         """Send to an engine; False if it is not there any more."""
@@ -40,6 +53,11 @@ class Outbox:
             return False
         return True
 
+    def post(self, engine_index: int, message: list[Buffer], movable_id: str | None) -> None:
+        """Send a request soon; its id, if another engine will do as well."""
+        self._posted.append((engine_index, message, movable_id))
+        self._waker.wake()
+
     def abort(self, engine_index: int, request_id: str) -> None:
         """Tell an engine soon that a request is over."""
         self._aborts.setdefault(engine_index, {})[request_id] = None
@@ -47,19 +65,24 @@ class Outbox:
 
     def prepare_id(self, request_id: str) -> None:
         """See to it that no engine still has this id: it would die of getting it again."""
-        if any(request_id in ids for ids in self._aborts.values()):
+        if self._aborts and any(request_id in ids for ids in self._aborts.values()):
             self.flush()
 
     def flush(self) -> None:
-        """Send the aborts that are waiting."""
+        """Send what is waiting: requests first, for they may have been aborted since."""
+        while self._posted:
+            posted, self._posted = self._posted, []
+            for engine_index, message, movable_id in posted:
+                if not self.send(engine_index, message) and movable_id is not None:
+                    self._on_unsent(movable_id, message)
         aborts, self._aborts = self._aborts, {}
         for engine_index, request_ids in aborts.items():
             self.send(engine_index, encode_abort(list(request_ids)))
 
     async def run(self) -> None:
-        """Task: send aborts, for ever."""
+        """Task: send what is waiting, for ever."""
         while True:
             await trio.lowlevel.checkpoint()
-            if not self._aborts:
+            if not self:
                 await self._waker.wait()
             self.flush()

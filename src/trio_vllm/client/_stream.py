@@ -9,7 +9,7 @@ import attrs
 import trio
 
 from trio_vllm._errors import EngineCoreError, fresh
-from trio_vllm.client._waker import Waker
+from trio_vllm._waker import Waker
 from trio_vllm.protocol import EngineCoreOutput
 
 

@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 
 from trio_vllm._errors import DecodeError, EngineCoreError
-from trio_vllm.client import Waker
+from trio_vllm._waker import Waker
 from trio_vllm.llm._output import CompletionOutput, RequestTimings, Usage, WeightVersionSpan
 from trio_vllm.protocol import (
     Array,
@@ -261,6 +261,8 @@ class Collector:
         )
 
     def _weight_versions(self) -> tuple[WeightVersionSpan, ...]:
+        if not self._spans:
+            return ()
         ends = [start for start, _ in self._spans[1:]] + [self._taken]
         return tuple(
             WeightVersionSpan(start=start, end=end, version=version)

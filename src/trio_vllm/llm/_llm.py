@@ -7,7 +7,7 @@ for several completions of one prompt, ``vllm/v1/engine/parallel_sampling.py``.
 from __future__ import annotations
 
 import math
-import os
+import random
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -15,7 +15,8 @@ from contextlib import asynccontextmanager
 import trio
 
 from trio_vllm._background import running
-from trio_vllm.client import Bootstrapped, EngineCoreClient, HandshakeOwner, Waker, open_client
+from trio_vllm._waker import Waker
+from trio_vllm.client import Bootstrapped, EngineCoreClient, HandshakeOwner, open_client
 from trio_vllm.llm._collector import Collector
 from trio_vllm.llm._generation import GenerateStream, Generation
 from trio_vllm.llm._lowering import Identity, lower_encode, lower_generate
@@ -53,6 +54,7 @@ class Llm:
         self._randomize = randomize_request_ids
         self._observers = observers
         self._clock = time.time
+        self._random = random.Random()  # our own: a program may seed the shared one like others do
         # By the caller's id; several requests may share it.
         self._generations: dict[str, list[Generation]] = {}
         if observers:
@@ -152,10 +154,12 @@ class Llm:
     # From the caller's request to the engines' ----------------------------------------------------
 
     def _identify(self, request: PromptRequest) -> Identity:
-        external_id = os.urandom(16).hex() if request.request_id is None else request.request_id
+        external_id = request.request_id
+        if external_id is None:
+            external_id = f"{self._random.getrandbits(128):032x}"
         return Identity(
             external_id,
-            f"{external_id}-{os.urandom(4).hex()}" if self._randomize else external_id,
+            f"{external_id}-{self._random.getrandbits(32):08x}" if self._randomize else external_id,
             self._clock() if request.arrival_time is None else request.arrival_time,
         )
 

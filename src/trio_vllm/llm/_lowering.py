@@ -16,7 +16,7 @@ MAX_COMPLETIONS = 16_384
 MAX_SEED = 2**63 - 1
 
 
-@attrs.frozen
+@attrs.define
 class Identity:
     """What a request is called, and when it came."""
 

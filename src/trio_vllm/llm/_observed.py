@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from trio_vllm.client import Waker
+from trio_vllm._waker import Waker
 from trio_vllm.llm._collector import Collector
 from trio_vllm.llm._observer import FinishedCompletion, Observer
 from trio_vllm.protocol import EngineCoreOutput, EngineCoreRequest, EventType, FinishReason

@@ -1,8 +1,9 @@
 """Drives one mock engine between the channels to its frontend.
 
-Input is taken by one task per connection, which puts it into the inbox; the engine has a task of its
-own, which handles what is in the inbox, makes steps, and sends. While there is work it does not yield
-after each step, which would cost more than the step, but when its slice of time is over.
+Input is taken by one task per connection, which lets the engine handle it; the engine has a task of
+its own, which makes steps, and sends. While there is work it does not yield after each step, which
+would cost more than the step, but when its slice of time is over. While there is none it sleeps, and
+whoever brings some takes a turn in its place: to wake it first would take longer than most answers.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from trio_vllm._errors import DecodeError
+from trio_vllm._waker import Waker
 from trio_vllm.protocol import ENGINE_CORE_DEAD, Buffer, decode_coordinator_broadcast
 
 from ._engine import COORDINATOR, MockEngine, Outgoing
@@ -37,8 +39,6 @@ clock = time.monotonic
 """Whose times an engine sends; trio's clock has a zero of its own."""
 
 Frames = Sequence[bytes]
-Work = Callable[[], None]
-"""Something that has arrived; calling it lets the engine handle it."""
 
 
 class EngineLoop:
@@ -61,8 +61,7 @@ class EngineLoop:
         self._senders: dict[int, FrameSender] = dict(enumerate(links.outputs))
         if links.coordinator is not None:
             self._senders[COORDINATOR] = links.coordinator.notices
-        # Unbounded: what the frontend has sent would otherwise wait in ØMQ, unbounded as well.
-        self._arrivals, self._inbox = trio.open_memory_channel[Work](math.inf)
+        self._waker = Waker()
         # Bounded by the answers to what arrives: while something is in here, there are no steps.
         self._late: deque[tuple[FrameSender, Sequence[Buffer]]] = deque()
         self._is_ending = False
@@ -82,8 +81,17 @@ class EngineLoop:
     async def _pump(self, receiver: FrameReceiver, handle: Callable[[Frames], None]) -> None:
         while True:
             batch = await receiver.receive_batch(INPUT_LIMIT)
-            for frames in batch:  # one by one: a long prompt takes more than a slice of time
-                self._arrivals.send_nowait(partial(handle, frames))
+            end = clock() + SLICE
+            for frames in batch:
+                handle(frames)
+                if clock() > end:
+                    self._waker.wake()
+                    await trio.lowlevel.checkpoint()
+                    end = clock() + SLICE
+            if self._waker.is_waiting:
+                self._work()
+                if not self._has_nothing_to_do:
+                    self._waker.wake()
 
     def _handle_message(self, frames: Frames) -> None:
         if messages := self.engine.handle(frames, clock()):
@@ -101,11 +109,9 @@ class EngineLoop:
     def shut_down(self, *, drain: bool) -> None:
         """Let `run` return once nothing is unfinished; abort what there is, unless ``drain``."""
 
-        def begin() -> None:
-            self._is_ending = True
-            self.post(self.engine.shut_down(clock(), drain=drain))
-
-        self._arrivals.send_nowait(begin)
+        self._is_ending = True
+        self.post(self.engine.shut_down(clock(), drain=drain))
+        self._waker.wake()
 
     # Output -------------------------------------------------------------------------------------
 
@@ -121,6 +127,7 @@ class EngineLoop:
                 else:
                     continue
             self._late.append((sender, frames))
+            self._waker.wake()
 
     def _is_late(self, sender: FrameSender) -> bool:
         """Whether a client has to wait for its turn; answers to calls of others need not."""
@@ -128,17 +135,10 @@ class EngineLoop:
 
     async def _send_late(self) -> None:
         """Wait until the frontend takes what is late; it may abort requests meanwhile."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._handle_on)
-            while self._late:
-                sender, frames = self._late[0]
-                await sender.send(frames)
-                self._late.popleft()
-            nursery.cancel_scope.cancel(reason="all is sent")
-
-    async def _handle_on(self) -> None:
-        async for work in self._inbox:
-            work()
+        while self._late:
+            sender, frames = self._late[0]
+            await sender.send(frames)
+            self._late.popleft()
 
     def say_farewell(self) -> None:
         """Tell all clients that the engine is dying."""
@@ -151,47 +151,34 @@ class EngineLoop:
     # Work ---------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Handle what arrives and make steps, until a shutdown is complete."""
+        """Make steps, and wait while there are none to make, until a shutdown is complete."""
         await trio.lowlevel.checkpoint()
-        while not (self._is_ending and self._is_idle):
-            end = clock() + SLICE
-            is_time_left = self._handle_arrivals(end)
-            if is_time_left and self.engine.has_work:
-                self._make_steps(end)
-            self._after_slice()
-            await self._let_others_run(is_time_left)
+        while not self._is_over:
+            self._work()
+            if self._late:
+                await self._send_late()
+            elif self._has_nothing_to_do:
+                await self._waker.wait()
+            elif self._step_interval and not self._is_over:
+                with trio.move_on_at(self._next_step):
+                    await self._waker.wait()
+            else:
+                await trio.lowlevel.checkpoint()
 
     @property
-    def _is_idle(self) -> bool:
-        return not (self._late or self.engine.has_work or self.engine.has_unfinished)
+    def _is_over(self) -> bool:
+        is_idle = not (self._late or self.engine.has_work or self.engine.has_unfinished)
+        return self._is_ending and is_idle
 
-    async def _let_others_run(self, is_time_left: bool) -> None:
-        if self._late:
-            await self._send_late()
-        elif not is_time_left or (self._is_ending and self._is_idle):
-            await trio.lowlevel.checkpoint()
-        elif self.engine.has_work:
-            await self._wait_for_next_step()
-        else:
-            (await self._inbox.receive())()
+    @property
+    def _has_nothing_to_do(self) -> bool:
+        return not (self._late or self.engine.has_work or self._is_over)
 
-    def _handle_arrivals(self, end: float) -> bool:
-        """Handle what is in the inbox; False if time is up before all is handled."""
-        try:
-            while True:
-                self._inbox.receive_nowait()()
-                if clock() > end:
-                    return False
-        except trio.WouldBlock:
-            return True
-
-    async def _wait_for_next_step(self) -> None:
-        """Let others run, and while it is too early for the next step handle what arrives."""
-        if not self._step_interval:
-            await trio.lowlevel.checkpoint()
-            return
-        with trio.move_on_at(self._next_step):
-            (await self._inbox.receive())()
+    def _work(self) -> None:
+        """Make steps for a slice of time, if there is work."""
+        if self.engine.has_work and not self._late:
+            self._make_steps(clock() + SLICE)
+        self._after_slice()
 
     def _make_steps(self, end: float) -> None:
         if self._step_interval:

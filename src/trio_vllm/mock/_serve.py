@@ -269,6 +269,8 @@ def _failure_of(engine_index: int, error: Exception) -> Exception:
     if isinstance(error, ConfigurationError | EngineDeadError):
         return error
     failure: Exception
+    if isinstance(error, InternalError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # of a task beside the engine's own
     if isinstance(error, EngineCoreError):
         failure = EngineDeadError(engine_index, str(error))
     else:

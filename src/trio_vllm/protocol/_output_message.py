@@ -163,23 +163,25 @@ _MESSAGE: Form[_Message] = array_struct(
 
 # Reading ----------------------------------------------------------------------------------------
 
-# What follows the token ids in a row that carries nothing else, as 0.32 and 0.33 write it.
-_NOTHING_ELSE = tuple([*[None] * 11, 0, *[None] * rest] for rest in (4, 5))
-
 
 def plain_token_ids(row: Any) -> list[int] | None:
     """The new token ids of a row that carries nothing else; None for other rows.
 
     They are integers, one at least. Their range is not checked, nor is the row's id.
     """
-    if type(row) is list and (len(row) == 2 or row[2:] in _NOTHING_ELSE):
-        token_ids = row[1]
-        # One after the other is faster than all at once for the one or few that a step makes.
-        if type(token_ids) is list and token_ids:
-            for token_id in token_ids:
-                if type(token_id) is not int:
-                    return None
-            return token_ids
+    if type(row) is not list:
+        return None
+    length = len(row)
+    # A row as 0.32 or 0.33 writes it, or a short one. All is nil but id, ids and `num_nans_in_logits`.
+    if length != 2 and not (18 <= length <= 19 and row.count(None) == length - 3 and row[13] == 0):
+        return None
+    token_ids = row[1]
+    # One after the other is faster than all at once for the one or few that a step makes.
+    if type(token_ids) is list and token_ids:
+        for token_id in token_ids:
+            if type(token_id) is not int:
+                return None
+        return token_ids
     return None
 
 
