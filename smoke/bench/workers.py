@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.frontend import ENVIRONMENT
-from processes import KILL_TIMEOUT, ProcessError, tail
+from processes import KILL_TIMEOUT, ProcessError, guarding, tail
 
 ANSWER_TIMEOUT = 180.0
 """Seconds for an answer; the first one includes what it imports."""
@@ -79,8 +79,11 @@ class Worker:
 def working(
     name: str, command: Sequence[str | Path], environment: Mapping[str, str] = ENVIRONMENT
 ) -> Iterator[Worker]:
-    """Run a worker while the block runs."""
-    with tempfile.TemporaryDirectory(prefix="trio-vllm-bench-") as directory:
+    """Run a worker while the block runs. If we are killed before it is left, it is killed too."""
+    with (
+        tempfile.TemporaryDirectory(prefix="trio-vllm-bench-") as directory,
+        contextlib.ExitStack() as until_its_end,
+    ):
         log_path = Path(directory) / "log"
         with log_path.open("wb") as log:
             popen = subprocess.Popen(
@@ -93,6 +96,7 @@ def working(
             )
         worker = Worker(name, popen, log_path)
         try:
+            until_its_end.enter_context(guarding(popen.pid))
             yield worker
         finally:
             worker.end()
