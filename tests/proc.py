@@ -1,10 +1,24 @@
-"""What Linux tells of processes and threads, which may end while it is read."""
+"""Processes that end with a block; what Linux tells of them, and of threads, that may end meanwhile."""
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 PROC = Path("/proc")
+
+
+@contextmanager
+def started(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """Run a process, and kill it if it still runs when the block is left."""
+    with subprocess.Popen(command, text=True, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def read(path: Path) -> str:

@@ -8,14 +8,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 import trio
-from tests.proc import children_of
+from tests.proc import children_of, started
 
 from trio_vllm import (
     EngineDeadError,
@@ -52,17 +52,10 @@ def refused(capsys: pytest.CaptureFixture[str], *tokens: str) -> str:
     return captured.err
 
 
-@contextmanager
-def mock_engine(*tokens: str) -> Iterator[subprocess.Popen[str]]:
+def mock_engine(*tokens: str, **options: Any) -> AbstractContextManager[subprocess.Popen[str]]:
     """Run the command as a process."""
     command = [sys.executable, "-m", "trio_vllm", "mock-engine", *tokens]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    return started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
 
 @pytest.fixture

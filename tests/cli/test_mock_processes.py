@@ -7,15 +7,14 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trio
 from tests.cli.test_mock_engine import end, mock_engine, owner, parsed, refused, until
-from tests.proc import children_of, is_alive
+from tests.proc import children_of, is_alive, started
 
 from trio_vllm import (
     EngineCoreClient,
@@ -61,16 +60,6 @@ async def begun(
     async with client.call(request_for(f"request of {engine}", engine, max_tokens)) as outputs:
         await anext(outputs)
         yield outputs
-
-
-@contextmanager
-def started(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A process whose log can be read."""
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 @asynccontextmanager
@@ -165,7 +154,7 @@ async def test_workers_get_the_options_and_nothing_else(
     monkeypatch.setenv("MOCK_ENGINE_ENGINE_START_INDEX", "0")
     command = [sys.executable, "-P", "-c", "from trio_vllm.cli import mock_engine; mock_engine()"]
     tokens = ["--handshake-address", address, "--engine-count", "2"]
-    with started([*command, *tokens], cwd=tmp_path) as process:
+    with started([*command, *tokens], cwd=tmp_path, stderr=subprocess.PIPE) as process:
         async with open_client(owner(address, 2)) as client:
             assert 2 == len(children_of(process.pid))
             assert [0, 0, 0] == await tokens_of(client, "a", 0, 3)
@@ -203,8 +192,7 @@ async def test_a_signal_ends_all_with_one_summary(address: str) -> None:
 def test_a_signal_for_the_whole_group(address: str, number: signal.Signals) -> None:
     """As from Ctrl-C; even the youngest worker leaves it to its parent."""
     tokens = ("--handshake-address", address, "--engine-count", "2", "--processes", "2")
-    command = [sys.executable, "-m", "trio_vllm", "mock-engine", *tokens]
-    with started(command, start_new_session=True) as process:
+    with mock_engine(*tokens, start_new_session=True) as process:
         assert process.stderr is not None
         assert "engine 0: in process" in process.stderr.readline()
         assert "engine 1: in process" in process.stderr.readline()

@@ -8,11 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import pytest
 from tests.cli import fake_engine
-from tests.proc import is_alive
+from tests.proc import is_alive, started
 
 ENGINE = [sys.executable, "-u", fake_engine.__file__]
 
@@ -29,17 +29,10 @@ def hangups_count() -> Iterator[None]:
     signal.signal(signal.SIGHUP, previous)
 
 
-@contextmanager
-def llm_smoke(*tokens: str) -> Iterator[subprocess.Popen[str]]:
+def llm_smoke(*tokens: str) -> AbstractContextManager[subprocess.Popen[str]]:
     """Run the command as a process."""
     command = [sys.executable, "-m", "trio_vllm", "llm-smoke", *tokens, "--verbose"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    return started(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def read_until(process: subprocess.Popen[str], pattern: str) -> str:
