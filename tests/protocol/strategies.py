@@ -1,4 +1,4 @@
-"""Hypothesis strategies: good requests, and what callers and peers may put in place of a value."""
+"""Good requests, by Hypothesis and by hand; and what callers and peers may put in place of a value."""
 
 from __future__ import annotations
 
@@ -345,3 +345,58 @@ def mixed_prompt() -> dict[str, Any]:
         "prompt_is_token_ids": [True, False, True],
         "prompt_embeds": Tensor("bfloat16", (3, 2), bytes(12)),
     }
+
+
+# By hand ---------------------------------------------------------------------------------------
+
+
+def full_request() -> EngineCoreRequest:
+    """Something in every place that holds a class of its own."""
+    tensor = Tensor.from_numpy(np.ones((2, 2), np.float32))
+    return EngineCoreRequest(
+        request_id="r",
+        prompt_token_ids=[1, 2, 3],
+        sampling_params=SamplingParams(
+            structured_outputs=StructuredOutputsParams(regex="a"),
+            repetition_detection=RepetitionDetectionParams(max_pattern_size=1, min_count=2),
+        ),
+        lora_request=LoRARequest(lora_name="a", lora_int_id=1, lora_path="/a"),
+        mm_features=[
+            MultiModalFeatureSpec(
+                data={
+                    "a": MultiModalFieldElem(tensor, MultiModalField("batched")),
+                    "b": MultiModalFieldElem(
+                        [tensor, 1], MultiModalField("shared", {"batch_size": 1})
+                    ),
+                },
+                modality="image",
+                identifier="i",
+                mm_position=PlaceholderRange(offset=0, length=2),
+            )
+        ],
+        kv_hints=KvHintsEnvelope(
+            protocol_version="1",
+            message_id="m",
+            actions=[KvHintAction(action_id="a", action_type="t", action_version="1", payload={})],
+        ),
+    )
+
+
+def pooling_request() -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id="r",
+        prompt_token_ids=[1],
+        pooling_params=PoolingParams(
+            task="embed",
+            late_interaction_params=LateInteractionParams(mode="score_doc", query_key="k"),
+            late_chunking_params=LateChunkingParams(chunk_size=1),
+        ),
+    )
+
+
+def embeds_request() -> EngineCoreRequest:
+    return EngineCoreRequest(request_id="r", sampling_params=SamplingParams(), **embeds_prompt())
+
+
+def mixed_request() -> EngineCoreRequest:
+    return EngineCoreRequest(request_id="r", sampling_params=SamplingParams(), **mixed_prompt())

@@ -8,85 +8,25 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
-import numpy as np
 import pytest
 from tests.protocol.comparing import same
-from tests.protocol.strategies import JUNK, embeds_prompt, mixed_prompt
+from tests.protocol.strategies import (
+    JUNK,
+    embeds_request,
+    full_request,
+    mixed_request,
+    pooling_request,
+)
 from tests.protocol.test_requests_arrive import LIMITS, arrived
 
 from trio_vllm._errors import InvalidFieldError, RequestError
 from trio_vllm.protocol import (
     EngineCoreRequest,
-    KvHintAction,
-    KvHintsEnvelope,
-    LateChunkingParams,
-    LateInteractionParams,
-    LoRARequest,
-    MultiModalFeatureSpec,
-    MultiModalField,
-    MultiModalFieldElem,
-    PlaceholderRange,
-    PoolingParams,
-    RepetitionDetectionParams,
-    SamplingParams,
-    StructuredOutputsParams,
     Tensor,
     check_request,
     encode_add,
     resolve_request,
 )
-
-
-def full_request() -> EngineCoreRequest:
-    """Something in every place that holds a class of its own."""
-    tensor = Tensor.from_numpy(np.ones((2, 2), np.float32))
-    return EngineCoreRequest(
-        request_id="r",
-        prompt_token_ids=[1, 2, 3],
-        sampling_params=SamplingParams(
-            structured_outputs=StructuredOutputsParams(regex="a"),
-            repetition_detection=RepetitionDetectionParams(max_pattern_size=1, min_count=2),
-        ),
-        lora_request=LoRARequest(lora_name="a", lora_int_id=1, lora_path="/a"),
-        mm_features=[
-            MultiModalFeatureSpec(
-                data={
-                    "a": MultiModalFieldElem(tensor, MultiModalField("batched")),
-                    "b": MultiModalFieldElem(
-                        [tensor, 1], MultiModalField("shared", {"batch_size": 1})
-                    ),
-                },
-                modality="image",
-                identifier="i",
-                mm_position=PlaceholderRange(offset=0, length=2),
-            )
-        ],
-        kv_hints=KvHintsEnvelope(
-            protocol_version="1",
-            message_id="m",
-            actions=[KvHintAction(action_id="a", action_type="t", action_version="1", payload={})],
-        ),
-    )
-
-
-def pooling_request() -> EngineCoreRequest:
-    return EngineCoreRequest(
-        request_id="r",
-        prompt_token_ids=[1],
-        pooling_params=PoolingParams(
-            task="embed",
-            late_interaction_params=LateInteractionParams(mode="score_doc", query_key="k"),
-            late_chunking_params=LateChunkingParams(chunk_size=1),
-        ),
-    )
-
-
-def embeds_request() -> EngineCoreRequest:
-    return EngineCoreRequest(request_id="r", sampling_params=SamplingParams(), **embeds_prompt())
-
-
-def mixed_request() -> EngineCoreRequest:
-    return EngineCoreRequest(request_id="r", sampling_params=SamplingParams(), **mixed_prompt())
 
 
 def parts(value: Any) -> Iterator[Any]:
