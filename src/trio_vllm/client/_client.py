@@ -406,6 +406,10 @@ class EngineCoreClient(UtilityMethods):
                     await trio.lowlevel.checkpoint()
                     end = perf_counter() + SLICE
                 self._dispatcher.take(frames, descriptor)
+            if len(batch) == BATCH:
+                self._outbox.hold()
+            else:
+                self._outbox.release()
 
     async def _watch_lives(self) -> None:
         """Task: find out which engines are gone."""

@@ -11,6 +11,9 @@ from trio_vllm._waker import Waker
 from trio_vllm.protocol import Buffer, EngineId, encode_abort
 from trio_vllm.transport import FrameSender
 
+HOLD = 0.005
+"""Seconds."""
+
 
 class Outbox:
     """Sends at once, or when `run` gets its turn, that is after all tasks that are due now.
@@ -39,6 +42,7 @@ class Outbox:
         self._posted: list[tuple[int, list[Buffer], str | None]] = []
         self._aborts: dict[int, dict[str, None]] = {}  # request ids by engine
         self._waker = Waker()
+        self._hold_end: float | None = None
 
     def __bool__(self) -> bool:
         """Whether something is waiting."""
@@ -68,8 +72,23 @@ class Outbox:
         if self._aborts and any(request_id in ids for ids in self._aborts.values()):
             self.flush()
 
+    def hold(self) -> None:
+        """Let what is posted wait until `release`, but for `HOLD` seconds at most.
+
+        For while outputs are waiting to be handed out, of which requests could only bring more.
+        """
+        if self._hold_end is None:  # else a hold without end would grow out of several
+            self._hold_end = trio.current_time() + HOLD
+
+    def release(self) -> None:
+        """End a hold."""
+        self._hold_end = None
+        if self:
+            self._waker.wake()
+
     def flush(self) -> None:
         """Send what is waiting: requests first, for they may have been aborted since."""
+        self._hold_end = None
         while self._posted:
             posted, self._posted = self._posted, []
             for engine_index, message, movable_id in posted:
@@ -85,4 +104,7 @@ class Outbox:
             await trio.lowlevel.checkpoint()
             if not self:
                 await self._waker.wait()
+            while self._hold_end is not None and trio.current_time() < self._hold_end:
+                with trio.move_on_at(self._hold_end):
+                    await self._waker.wait()
             self.flush()

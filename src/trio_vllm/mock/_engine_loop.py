@@ -89,7 +89,7 @@ class EngineLoop:
                     await trio.lowlevel.checkpoint()
                     end = clock() + SLICE
             if self._waker.is_waiting:
-                self._work()
+                self._work(0.0)
                 if not self._has_nothing_to_do:
                     self._waker.wake()
 
@@ -154,7 +154,7 @@ class EngineLoop:
         """Make steps, and wait while there are none to make, until a shutdown is complete."""
         await trio.lowlevel.checkpoint()
         while not self._is_over:
-            self._work()
+            self._work(SLICE)
             if self._late:
                 await self._send_late()
             elif self._has_nothing_to_do:
@@ -174,13 +174,13 @@ class EngineLoop:
     def _has_nothing_to_do(self) -> bool:
         return not (self._late or self.engine.has_work or self._is_over)
 
-    def _work(self) -> None:
-        """Make steps for a slice of time, if there is work."""
+    def _work(self, seconds: float) -> None:
+        """Make steps for so long, one at least, if there is work."""
         if self.engine.has_work and not self._late:
-            self._make_steps(clock() + SLICE)
+            self._make_steps(seconds)
         self._after_slice()
 
-    def _make_steps(self, end: float) -> None:
+    def _make_steps(self, seconds: float) -> None:
         if self._step_interval:
             if trio.current_time() >= self._next_step:
                 self._next_step = trio.current_time() + self._step_interval
@@ -189,11 +189,12 @@ class EngineLoop:
         engine = self.engine
         step = engine.step
         now = clock()
+        end = now + seconds
         while True:
             # ØMQ's own thread takes several messages at once for little more than one, but not
             # if each time it has to be woken for the first.
             made: list[Outgoing] = []
-            batch_end = now + BATCH
+            batch_end = min(now + BATCH, end)
             while engine.has_work:
                 made += step(now)
                 now = clock()

@@ -1,0 +1,158 @@
+"""What goes to the engines, and when."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+from tests.client.world import make_output, make_request, open_world
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from trio_vllm._background import running
+from trio_vllm._errors import PeerGoneError
+from trio_vllm.client import OutputStream, _client, _outbox
+from trio_vllm.client._outbox import HOLD, Outbox
+from trio_vllm.protocol import Buffer, EngineId, encode_abort
+
+
+class Engines:
+    """Take what is sent; some are gone."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, bytes]] = []
+        self.gone: set[int] = set()
+        self.found_gone: list[int] = []
+        self.unsent: list[str] = []
+
+    def send_nowait(self, frames: list[bytes | memoryview]) -> None:
+        engine_id, *_, payload = map(bytes, frames)
+        index = EngineId(engine_id).engine_index
+        if index in self.gone:
+            raise PeerGoneError(engine_id)
+        self.sent.append((index, payload))
+
+    async def send(self, frames: list[bytes | memoryview]) -> None:
+        raise AssertionError("nobody waits")
+
+    def take(self) -> list[tuple[int, bytes]]:
+        """What came since the last call."""
+        sent, self.sent = self.sent, []
+        return sent
+
+
+@asynccontextmanager
+async def open_outbox() -> AsyncIterator[tuple[Outbox, Engines]]:
+    engines = Engines()
+
+    def take_unsent(request_id: str, message: list[Buffer]) -> None:
+        engines.unsent.append(request_id)
+
+    outbox = Outbox(
+        engines,  # type: ignore[arg-type]
+        on_gone=lambda index, _: engines.found_gone.append(index),
+        on_unsent=take_unsent,
+    )
+    async with running(outbox.run):
+        await wait_all_tasks_blocked()
+        yield outbox, engines
+
+
+def post(outbox: Outbox, *names: bytes, engine_index: int = 0) -> None:
+    for name in names:
+        outbox.post(engine_index, [b"type", name], name.decode())
+
+
+def payload_of_abort(*request_ids: str) -> bytes:
+    return bytes(encode_abort(request_ids)[-1])
+
+
+async def test_what_is_posted_goes_when_others_have_had_their_turn() -> None:
+    """In one go, what was aborted meanwhile included."""
+    async with open_outbox() as (outbox, engines):
+        post(outbox, b"a", b"b")
+        outbox.abort(0, "a")
+        post(outbox, b"c", engine_index=1)
+        assert [] == engines.take()
+        await wait_all_tasks_blocked()
+
+        assert [(0, b"a"), (0, b"b"), (1, b"c"), (0, payload_of_abort("a"))] == engines.take()
+        assert not outbox
+
+
+async def test_a_hold_ends_when_it_is_released(autojump_clock: MockClock) -> None:
+    async with open_outbox() as (outbox, engines):
+        outbox.hold()
+        post(outbox, b"a")
+        await wait_all_tasks_blocked()
+        post(outbox, b"b")
+        await wait_all_tasks_blocked()
+        assert [] == engines.take()
+
+        outbox.release()
+        await wait_all_tasks_blocked()
+        assert [(0, b"a"), (0, b"b")] == engines.take()
+        assert 0 == trio.current_time()
+
+
+async def test_a_hold_has_an_end_although_others_follow(autojump_clock: MockClock) -> None:
+    """Whoever is always behind sends all the same."""
+    async with open_outbox() as (outbox, engines):
+        for _ in range(10):
+            outbox.hold()
+            post(outbox, b"a")
+            await trio.sleep(HOLD * 0.3)
+        assert 8 == len(engines.take())
+
+
+async def test_an_old_hold_holds_nothing(autojump_clock: MockClock) -> None:
+    async with open_outbox() as (outbox, engines):
+        outbox.hold()
+        await trio.sleep(2 * HOLD)
+        post(outbox, b"a")
+        await wait_all_tasks_blocked()
+        assert [(0, b"a")] == engines.take()
+
+
+async def test_a_used_id_goes_out_before_it_is_used_again(autojump_clock: MockClock) -> None:
+    """Also while there is a hold."""
+    async with open_outbox() as (outbox, engines):
+        outbox.hold()
+        post(outbox, b"a", b"b")
+        outbox.abort(0, "a")
+        outbox.prepare_id("b")
+        assert [] == engines.take()
+        outbox.prepare_id("a")
+        assert [(0, b"a"), (0, b"b"), (0, payload_of_abort("a"))] == engines.take()
+
+
+async def test_what_was_posted_to_an_engine_that_is_gone_is_given_back() -> None:
+    """Unless no other one will do."""
+    async with open_outbox() as (outbox, engines):
+        engines.gone.add(1)
+        post(outbox, b"a", engine_index=1)
+        outbox.post(1, [b"type", b"pinned"], None)
+        post(outbox, b"b")
+        await wait_all_tasks_blocked()
+
+        assert [(0, b"b")] == engines.take()
+        assert (["a"], [1, 1]) == (engines.unsent, engines.found_gone)
+
+
+@pytest.mark.parametrize("is_behind", [True, False])
+async def test_a_client_that_is_behind_lets_requests_wait(
+    is_behind: bool, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is behind as long as it finds as many outputs as it takes at once."""
+    monkeypatch.setattr(_client, "BATCH", 1 if is_behind else 2)
+    async with open_world() as world:
+        world.client.submit(make_request("first"), OutputStream("first"))
+        await world.engine.send(make_output([7], "first"))
+        world.client.submit(make_request("second"), OutputStream("second"))
+        world.engine.received()
+        await wait_all_tasks_blocked()
+        assert (0 if is_behind else 1) == len(world.engine.received())
+
+        await trio.sleep(2 * _outbox.HOLD)
+        assert (1 if is_behind else 0) == len(world.engine.received())
