@@ -20,6 +20,12 @@ class EngineFleet:
     """
 
     ready_responses: Mapping[int, EngineCoreReadyResponse]
+    max_model_len: int = attrs.field(init=False)
+    """Prompt and output tokens that fit every engine."""
+
+    @max_model_len.default
+    def _least_max_model_len(self) -> int:
+        return min(response.max_model_len for response in self._all)
 
     @property
     def _all(self) -> list[EngineCoreReadyResponse]:
@@ -29,11 +35,6 @@ class EngineFleet:
         """The first value that is not None."""
         values = (getattr(response, name) for response in self._all)
         return next((value for value in values if value is not None), None)
-
-    @property
-    def max_model_len(self) -> int:
-        """Prompt and output tokens that fit every engine."""
-        return min(response.max_model_len for response in self._all)
 
     @property
     def model_dtype(self) -> str:

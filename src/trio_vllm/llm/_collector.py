@@ -261,13 +261,11 @@ class Collector:
         )
 
     def _weight_versions(self) -> tuple[WeightVersionSpan, ...]:
-        if not self._spans:
-            return ()
-        ends = [start for start, _ in self._spans[1:]] + [self._taken]
-        return tuple(
-            WeightVersionSpan(start=start, end=end, version=version)
-            for (start, version), end in zip(self._spans, ends, strict=False)
-        )
+        spans, end = [], self._taken
+        for start, version in reversed(self._spans):
+            spans.append(WeightVersionSpan(start=start, end=end, version=version))
+            end = start
+        return tuple(reversed(spans))
 
 
 def _carries_more(output: EngineCoreOutput) -> bool:

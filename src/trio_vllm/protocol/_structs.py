@@ -92,7 +92,11 @@ def map_struct(
     """
     names = _names(cls, fields)
     key_of = {name: (keys or {}).get(name, name) for name in names}
-    decoders = {key_of[name]: (name, form.decode) for name, form in fields.items()}
+    defaults = map(_its_own_form, _defaults(cls), fields.values())
+    decoders = {
+        key_of[name]: (name, form.decode, attrs.NOTHING if name in required else default)
+        for (name, form), default in zip(fields.items(), defaults, strict=True)
+    }
     indices = range(len(names))
     omitted = _defaults(cls) if omit_defaults else (attrs.NOTHING,) * len(names)
     written = tuple(key_of.values())
@@ -107,7 +111,9 @@ def map_struct(
             known = decoders.get(key)
             if known is None:
                 continue
-            name, convert = known
+            name, convert, default = known
+            if item is default:
+                continue
             try:
                 values[name] = convert(item, frames)
             except FormError as error:
@@ -151,7 +157,10 @@ def _its_own_form(default: Any, form: Form[Any]) -> Any:
     """The default if it is read and written as it is, else `attrs.NOTHING`."""
     if default is attrs.NOTHING or isinstance(default, attrs.Factory):  # type: ignore[arg-type]
         return attrs.NOTHING
-    same = form.decode(default, ()) is default and form.encode(default, []) is default
+    try:
+        same = form.decode(default, ()) is default and form.encode(default, []) is default
+    except FormError:  # such as a tuple, which is never read
+        same = False
     return default if same else attrs.NOTHING
 
 
