@@ -61,6 +61,9 @@ class MemoryReceiver:
         received = [self._channel.receive_nowait(), *self._take(limit - 1)]
         return [frames for frames, _ in received]
 
+    def has_more(self) -> bool:
+        return self._channel.statistics().current_buffer_used > 0
+
     def _take(self, limit: int) -> list[Labelled]:
         waiting = self._channel.statistics().current_buffer_used
         return [self._channel.receive_nowait() for _ in range(min(limit, waiting))]

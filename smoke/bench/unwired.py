@@ -91,6 +91,10 @@ class Feed:
         """See `receive_batch`; all comes by one connection."""
         return [(message, 7) for message in await self.receive_batch(limit)]
 
+    def has_more(self) -> bool:
+        """Whether something is waiting."""
+        return bool(self._waiting)
+
     def receive_batch_nowait(self, limit: int) -> list[Message]:
         """See `receive_batch`."""
         count = min(limit, self.batch_limit, len(self._waiting))

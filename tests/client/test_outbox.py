@@ -7,14 +7,21 @@ from contextlib import asynccontextmanager
 
 import pytest
 import trio
-from tests.client.world import make_output, make_request, open_world
+from tests.client.world import World, make_output, make_request, open_world
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_vllm._background import running
 from trio_vllm._errors import PeerGoneError
-from trio_vllm.client import OutputStream, _client, _outbox
+from trio_vllm.client import OutputStream, _client
 from trio_vllm.client._outbox import HOLD, Outbox
-from trio_vllm.protocol import Buffer, EngineId, encode_abort
+from trio_vllm.protocol import (
+    Buffer,
+    EngineId,
+    EngineMessage,
+    RequestBatchOutputs,
+    encode_abort,
+    encode_outputs,
+)
 
 
 class Engines:
@@ -140,19 +147,39 @@ async def test_what_was_posted_to_an_engine_that_is_gone_is_given_back() -> None
         assert (["a"], [1, 1]) == (engines.unsent, engines.found_gone)
 
 
-@pytest.mark.parametrize("is_behind", [True, False])
-async def test_a_client_that_is_behind_lets_requests_wait(
-    is_behind: bool, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is behind as long as it finds as many outputs as it takes at once."""
-    monkeypatch.setattr(_client, "BATCH", 1 if is_behind else 2)
-    async with open_world() as world:
-        world.client.submit(make_request("first"), OutputStream("first"))
-        await world.engine.send(make_output([7], "first"))
-        world.client.submit(make_request("second"), OutputStream("second"))
-        world.engine.received()
-        await wait_all_tasks_blocked()
-        assert (0 if is_behind else 1) == len(world.engine.received())
+class Resubmitting(OutputStream):
+    """Sends another request with its first tokens."""
 
-        await trio.sleep(2 * _outbox.HOLD)
-        assert (1 if is_behind else 0) == len(world.engine.received())
+    world: World
+    received_before_the_last: list[EngineMessage]
+
+    def add_tokens(self, token_ids: list[int], timestamp: float, version: str | None) -> None:
+        super().add_tokens(token_ids, timestamp, version)
+        if token_ids == [0]:
+            self.world.client.submit(make_request("second"), OutputStream("second"))
+        elif token_ids == [LAST]:
+            self.received_before_the_last = self.world.engine.received()
+
+
+LAST = 20
+
+
+@pytest.mark.parametrize("batch", [1, 5, 7])
+async def test_a_client_that_is_behind_lets_requests_wait(
+    batch: int, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it has caught up, however many messages that takes."""
+    monkeypatch.setattr(_client, "BATCH", batch)
+    async with open_world() as world:
+        stream = Resubmitting("first")
+        stream.world = world
+        world.client.submit(make_request("first"), stream)
+        world.engine.received()
+        for token in range(LAST + 1):
+            outputs = RequestBatchOutputs(outputs=[make_output([token], "first")], timestamp=1.0)
+            world.engine.outputs.send_nowait(encode_outputs(outputs))
+        await wait_all_tasks_blocked()
+
+        assert [] == stream.received_before_the_last
+        assert 1 == len(world.engine.received())
+        assert 0 == trio.current_time()

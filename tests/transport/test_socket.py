@@ -89,6 +89,9 @@ async def test_full_batch_is_taken_at_once(pull_and_push: Pair) -> None:
     await wait_until_readable(pull)
 
     assert 3 == len(await pull.receive_batch(3))
+    assert pull.has_more()
+    assert [[b"last"]] == await pull.receive_batch(3)
+    assert not pull.has_more()
 
 
 async def test_waiting_operations_are_checkpoints(pull_and_push: Pair) -> None:

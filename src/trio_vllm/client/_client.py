@@ -406,7 +406,7 @@ class EngineCoreClient(UtilityMethods):
                     await trio.lowlevel.checkpoint()
                     end = perf_counter() + SLICE
                 self._dispatcher.take(frames, descriptor)
-            if len(batch) == BATCH:
+            if len(batch) == BATCH and outputs.has_more():
                 self._outbox.hold()
             else:
                 self._outbox.release()

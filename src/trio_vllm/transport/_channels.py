@@ -34,6 +34,10 @@ class LabelledFrameReceiver(FrameReceiver, Protocol):
         """
         ...
 
+    def has_more(self) -> bool:
+        """Whether a message is waiting; for the task that receives."""
+        ...
+
 
 class FrameSender(Protocol):
     """The sending side of a connection; one task at a time may wait in `send`."""

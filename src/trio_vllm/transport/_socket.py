@@ -164,6 +164,13 @@ class ZmqSocket:
             return batch
         raise trio.WouldBlock
 
+    def has_more(self) -> bool:
+        """Whether a message is waiting; for the task that receives, which must do so next.
+
+        To look takes from others the news that they may be waiting for (`ZmqSocket._notify`).
+        """
+        return bool(self._look() & RECEIVABLE)
+
     async def receive_with_descriptor(self) -> tuple[Frames, int]:
         """Wait for one message; like `receive_batch_with_descriptors` otherwise."""
         (received,) = await self.receive_batch_with_descriptors(1)
