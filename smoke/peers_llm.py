@@ -210,11 +210,11 @@ async def refused(call: Any, field: str) -> None:
 
 
 async def pool(llm: Llm, model: Path) -> None:
-    """Embed; refuse what the model cannot do, of which the engine would die; and embed again."""
+    """Refuse what the model cannot do, of which the engine would die, and embed before and after."""
+    await refused(llm.generate(GenerateRequest(prompt_token_ids=PROMPT)), "sampling_params")
     first = await embed(llm)
     request = EncodeRequest(prompt_token_ids=PROMPT, pooling_params=PoolingParams(task="classify"))
     await refused(llm.encode(request), "pooling_params.task")
-    await refused(llm.generate(GenerateRequest(prompt_token_ids=PROMPT)), "sampling_params")
     assert await embed(llm) == first
     hidden_size = json.loads((model / "config.json").read_text())["hidden_size"]
     assert len(first) == hidden_size, first

@@ -38,6 +38,9 @@ from trio_vllm.transport import FrontendLinks, join_frontend
 
 MAX_MODEL_LEN = 512
 
+TASKS_METHOD = "get_supported_tasks"
+"""What every client asks for as it starts; even the mute answer that."""
+
 
 def ready_response(engine_index: int) -> EngineCoreReadyResponse:
     """What a small engine says of itself."""
@@ -127,6 +130,11 @@ class FakeEngine:
         while True:
             for frames in await links.inputs[0].receive_batch(16):
                 message = decode_engine_message(frames)
+                if isinstance(message, UtilityRequest) and message.method == TASKS_METHOD:
+                    tasks = UtilityOutput(message.call_id, result=["generate"])
+                    told = UtilityCallOutput(engine_index=self.index, output=tasks)
+                    links.outputs[0].send_nowait(encode_outputs(told))
+                    continue
                 self.received.append(message)
                 for answer in self._answers(message):
                     links.outputs[0].send_nowait(encode_outputs(answer))

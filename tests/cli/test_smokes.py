@@ -122,7 +122,7 @@ async def test_output_timeout_of_a_call(run_smoke: RunSmoke) -> None:
     outcome = await run_smoke("utility", "--output-timeout-secs", "0.05", engines=[engine])
 
     assert outcome.exit_code == 1
-    assert "llm-smoke: utility call 'is_sleeping' (call id 1)" in outcome.err
+    assert "llm-smoke: utility call 'is_sleeping' (call id 2)" in outcome.err
     assert "engine 0 after 0.05 s" in outcome.err
 
 

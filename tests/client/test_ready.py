@@ -118,6 +118,7 @@ async def test_open_client_runs_a_client_over_its_links(monkeypatch: pytest.Monk
             yield links
 
         monkeypatch.setattr("trio_vllm.client._client.open_frontend", open_frontend)
+        monkeypatch.setattr("trio_vllm.client._client.LEARNING_TIMEOUT", 0.0)
         world.client.close()
         mode = Bootstrapped(input_address="tcp://127.0.0.1:1", output_address="tcp://127.0.0.1:2")
         async with open_client(mode, client_index=2, vocab_size=10) as client:

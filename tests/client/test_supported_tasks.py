@@ -1,6 +1,9 @@
-"""What the model can do is asked for before the first pooling request, and kept to."""
+"""What the model can do is asked for at first, and kept to."""
 
 from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 import trio
@@ -8,7 +11,7 @@ from tests.cancelling import was_cancelled_at
 from tests.client.pair import open_pair
 from tests.client.scripted import Failure, scripted_engines
 from tests.client.world import World, make_request, open_world
-from trio.testing import assert_checkpoints, wait_all_tasks_blocked
+from trio.testing import MockClock, assert_checkpoints, wait_all_tasks_blocked
 
 from trio_vllm._errors import (
     ClientClosedError,
@@ -17,9 +20,10 @@ from trio_vllm._errors import (
     UtilityCallFailedError,
     UtilityResultError,
 )
-from trio_vllm.client import EngineCoreClient, OutputStream
+from trio_vllm.client import EngineCoreClient, HandshakeOwner, OutputStream, _client, open_client
 from trio_vllm.client._lives import LOSS_GRACE
 from trio_vllm.protocol import EngineCoreRequest, PoolingParams
+from trio_vllm.transport import EngineLinks
 
 ASKED: list[tuple[str, list[object]]] = [("get_supported_tasks", [])]
 
@@ -201,3 +205,44 @@ async def test_it_always_checkpoints() -> None:
         for _ in range(2):
             with assert_checkpoints():
                 await world.client.learn_supported_tasks()
+
+
+# As a client opens -------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def opened_over(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[EngineCoreClient]:
+    """`open_client`, with the connections of a world whose own client is closed."""
+
+    @asynccontextmanager
+    async def open_frontend(_mode: object) -> AsyncIterator[EngineLinks]:
+        yield world.client._links
+
+    monkeypatch.setattr(_client, "open_frontend", open_frontend)
+    world.client.close()
+    async with open_client(HandshakeOwner(handshake_address="tcp://127.0.0.1:1")) as client:
+        yield client
+
+
+async def test_a_new_client_does_not_wait_long_for_that(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It serves what it is asked for."""
+    async with open_world() as world, opened_over(world, monkeypatch) as client:
+        assert _client.LEARNING_TIMEOUT == trio.current_time()
+        assert "what the engines support is not known" in caplog.text
+        client.submit(make_request(), OutputStream("r"))
+        assert ["r"] == [request.request_id for request in world.engine.requests()]
+
+
+async def test_a_new_client_may_find_its_engine_dead(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    """Whoever has a request hears of it."""
+    async with open_world() as world:
+        world.engine.vanish()
+        async with opened_over(world, monkeypatch) as client:
+            with pytest.raises(EngineDeadError):
+                client.submit(make_request(), OutputStream("r"))

@@ -22,6 +22,7 @@ from trio_vllm import (
     HandshakeOwner,
     InternalError,
     SamplingParams,
+    UnsupportedFieldError,
     open_client,
 )
 from trio_vllm.mock import (
@@ -121,6 +122,20 @@ async def test_engines_serve_a_client(folder: Path) -> None:
         serving.summary.errors,
     )
     assert serving.summary.tokens_per_second > 0
+
+
+async def test_a_new_client_knows_what_the_engines_support(folder: Path) -> None:
+    """A request to generate is refused that would kill a real engine."""
+    serving = Serving(options_for(folder), supported_tasks=("embed",))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(serving.run)
+        async with open_client(owner(serving.options)) as client:
+            with pytest.raises(UnsupportedFieldError, match="only pools"):
+                await generate(client, "a", 5)
+            serving.shutdown.set()
+
+    assert serving.summary is not None
+    assert 0 == serving.summary.requests
 
 
 async def test_starting_waits_until_all_have_joined(folder: Path) -> None:
@@ -283,7 +298,7 @@ async def test_one_crash_ends_all(folder: Path, monkeypatch: pytest.MonkeyPatch)
     step = MockEngine.step
 
     def crash(engine: MockEngine, now: float) -> Any:
-        if engine.engine_index == 1:
+        if engine.engine_index == 1 and engine.has_unfinished:
             raise ZeroDivisionError("a bug")
         return step(engine, now)
 

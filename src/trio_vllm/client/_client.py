@@ -30,6 +30,7 @@ from trio_vllm._errors import (
     EngineCoreError,
     EngineDeadError,
     UtilityCallFailedError,
+    UtilityError,
     UtilityTimeoutError,
     fresh,
 )
@@ -72,6 +73,9 @@ BATCH = 64
 
 SLICE = 0.002
 """Seconds of handing out outputs between two checkpoints; a message of 1,000 takes about 1 ms."""
+
+LEARNING_TIMEOUT = 5.0
+"""Seconds that engines which have just started may take to say what they support."""
 
 START_WAVE_RELEASE = (0, 33)
 """From here on idle engines themselves tell a coordinator of the requests that they get."""
@@ -234,8 +238,8 @@ class EngineCoreClient(UtilityMethods):
     async def call(self, request: EngineCoreRequest) -> AsyncIterator[OutputStream]:
         """Send a request; the block's value iterates over its outputs.
 
-        Leaving the block early, for whatever reason, aborts the request. Before the first pooling
-        request, the engines are asked what they support.
+        Leaving the block early, for whatever reason, aborts the request. If it is not known yet what
+        the engines support, they are asked before a pooling request.
 
         Raises:
           RequestError: The request was refused, nothing was sent.
@@ -252,7 +256,7 @@ class EngineCoreClient(UtilityMethods):
         finally:
             self.drop(stream)
 
-    async def learn_supported_tasks(self) -> None:
+    async def learn_supported_tasks(self, *, timeout: float = UTILITY_TIMEOUT) -> None:
         """Ask the engines what the model can do, once; from then on requests must keep to it.
 
         An engine dies of a pooling task that it has not, and a pooling one of a request to
@@ -272,7 +276,7 @@ class EngineCoreClient(UtilityMethods):
         async with self._learning_tasks:
             while self._limits.supported_tasks is None:
                 try:
-                    tasks = await self.get_supported_tasks()
+                    tasks = await self.get_supported_tasks(timeout=timeout)
                 except UtilityCallFailedError as error:
                     if not isinstance(error.__cause__, EngineDeadError):
                         raise
@@ -466,6 +470,10 @@ async def open_client(
       StartupError: Engines are missing after the mode's timeout; tells which, and in which phase.
       InternalError: A bug of this package, never a peer's doing.
 
+    The engines are asked what the model supports, since one that pools dies of a request to generate
+    and the other way round. If they do not answer in `LEARNING_TIMEOUT` seconds, that is logged, and
+    they are asked again before the first pooling request.
+
     Leaving the block aborts what is in flight; after it nothing of the client runs. What the block
     raises comes out as it is.
 
@@ -485,4 +493,8 @@ async def open_client(
             structured_outputs_backend=structured_outputs_backend,
         )
         async with client.running():
+            try:
+                await client.learn_supported_tasks(timeout=LEARNING_TIMEOUT)
+            except (UtilityError, EngineDeadError) as error:
+                _log.warning("what the engines support is not known: %s", error)
             yield client

@@ -114,9 +114,8 @@ class Llm:
     async def encode(self, request: EncodeRequest) -> EncodeOutput:
         """Pool a prompt. Raises and is cancelled as `generate`.
 
-        Before the first one, the engines are asked what the model supports: a task that is not
-        among it is refused, and from then on so is generation by a model that only pools. This may
-        raise `UtilityError`.
+        A task that the model does not support is refused. If the engines have not said what it
+        supports as the client was opened, they are asked again now, which may raise `UtilityError`.
         """
         identity = self._identify(request)
         await self.client.learn_supported_tasks()
