@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.mock.driver import Driver, drive
+
+from trio_vllm.mock._engine._decode_batch import SEVERAL_STEPS_ROWS
 
 IDS = [*"abcdefgh", "a longer id", "ü" * 40, "x" * 300, "y" * 5000, ""]
 
@@ -87,6 +90,58 @@ def test_both_paths_send_the_same(
     assert comparable(fast) == comparable(plain)
     assert fast.engine.summary == plain.engine.summary
     assert not fast.engine.has_unfinished
+
+
+@given(
+    actions=st.lists(ACTIONS, max_size=30),
+    chunk_size=st.sampled_from([1, 1, 2, 7]),
+    vocab_size=st.sampled_from([32, 70_000]),
+    client_count=st.integers(1, 2),
+)
+@settings(max_examples=300, deadline=None)
+def test_several_steps_at_once_send_the_same(
+    actions: list[tuple[Any, ...]], chunk_size: int, vocab_size: int, client_count: int
+) -> None:
+    """For each client the same messages in the same order, but for their times."""
+    config = {"output_token_chunk_size": chunk_size, "vocab_size": vocab_size}
+    single, several = (drive(client_count=client_count, **config) for _ in range(2))
+    for action in actions:
+        act(single, action)
+        if action[0] == "step":
+            several.step_at_once(action[1])
+        else:
+            act(several, action)
+    single.step(200)
+    several.step_at_once(200)
+
+    for client_index in range(client_count):
+        assert messages_for(client_index, single) == messages_for(client_index, several)
+    assert attrs.evolve(single.engine.summary, end=0) == attrs.evolve(several.engine.summary, end=0)
+
+
+def messages_for(client_index: int, driver: Driver) -> list[Any]:
+    """What one client got, without times."""
+    messages = []
+    for to, fields in comparable(driver):
+        if to == client_index:
+            for output in fields.get("outputs", ()):
+                for event in output["events"] or ():
+                    event["timestamp"] = 0.0
+            messages.append(fields | {"timestamp": 0.0})
+    return messages
+
+
+@pytest.mark.parametrize("count", [1, 16, SEVERAL_STEPS_ROWS, SEVERAL_STEPS_ROWS + 1])
+def test_steps_are_made_at_once_where_that_pays(count: int) -> None:
+    """Up to the next end, and as many as there may be."""
+    driver = drive()
+    for i in range(count):
+        driver.add(f"r{i:03}", 40)
+    driver.step(2)
+    made = len(driver.engine.steps(200.0, 32)), len(driver.engine.steps(201.0, 32))
+
+    assert ((32, 5) if count <= SEVERAL_STEPS_ROWS else (1, 1)) == made
+    assert 1 == len(driver.engine.steps(202.0, 1))
 
 
 def test_many_requests_come_and_go() -> None:

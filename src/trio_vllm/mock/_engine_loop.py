@@ -32,6 +32,9 @@ SLICE = 0.0005
 BATCH = 0.00005
 """Seconds of steps whose messages are sent together."""
 
+STEPS = 32
+"""Steps made at a time, if they are alike; less than a batch takes, unless they have many rows."""
+
 INPUT_LIMIT = 256
 """Messages received at a time."""
 
@@ -64,6 +67,7 @@ class EngineLoop:
         self._waker = Waker()
         # Bounded by the answers to what arrives: while something is in here, there are no steps.
         self._late: deque[tuple[FrameSender, Sequence[Buffer]]] = deque()
+        self._has_news = False
         self._is_ending = False
 
     # Input --------------------------------------------------------------------------------------
@@ -82,6 +86,7 @@ class EngineLoop:
         while True:
             batch = await receiver.receive_batch(INPUT_LIMIT)
             end = clock() + SLICE
+            self._has_news = True
             for frames in batch:
                 handle(frames)
                 if clock() > end:
@@ -89,7 +94,7 @@ class EngineLoop:
                     await trio.lowlevel.checkpoint()
                     end = clock() + SLICE
             if self._waker.is_waiting:
-                self._work(0.0)
+                self._work()
                 if not self._has_nothing_to_do:
                     self._waker.wake()
 
@@ -154,7 +159,7 @@ class EngineLoop:
         """Make steps, and wait while there are none to make, until a shutdown is complete."""
         await trio.lowlevel.checkpoint()
         while not self._is_over:
-            self._work(SLICE)
+            self._work()
             if self._late:
                 await self._send_late()
             elif self._has_nothing_to_do:
@@ -174,10 +179,14 @@ class EngineLoop:
     def _has_nothing_to_do(self) -> bool:
         return not (self._late or self.engine.has_work or self._is_over)
 
-    def _work(self, seconds: float) -> None:
-        """Make steps for so long, one at least, if there is work."""
+    def _work(self) -> None:
+        """Make steps for a slice of time, if there is work.
+
+        Just one if something has arrived: what comes right behind it should be in the next.
+        """
         if self.engine.has_work and not self._late:
-            self._make_steps(seconds)
+            self._make_steps(0.0 if self._has_news else SLICE)
+        self._has_news = False
         self._after_slice()
 
     def _make_steps(self, seconds: float) -> None:
@@ -187,16 +196,16 @@ class EngineLoop:
                 self.post(self.engine.step(clock()))
             return
         engine = self.engine
-        step = engine.step
         now = clock()
         end = now + seconds
+        limit = STEPS if seconds else 1
         while True:
             # ØMQ's own thread takes several messages at once for little more than one, but not
             # if each time it has to be woken for the first.
             made: list[Outgoing] = []
             batch_end = min(now + BATCH, end)
             while engine.has_work:
-                made += step(now)
+                made += engine.steps(now, limit)
                 now = clock()
                 if now >= batch_end:
                     break

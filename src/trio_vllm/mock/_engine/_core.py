@@ -235,6 +235,17 @@ class MockEngine:
         self._settle()
         return messages + self._answers.take()
 
+    def steps(self, now: float, limit: int) -> list[Outgoing]:
+        """Make several steps, ``limit`` at most, or just one if that is eventful."""
+        if self._is_steady and limit > 1:
+            made = self._scheduler.steady_steps(self._envelope, now, limit)
+            if made is not None:
+                count, messages = made
+                self._step_count += count
+                self._stepped_at = now
+                return messages
+        return self.step(now)
+
     def _step_requests(self, drafts: defaultdict[int, Draft], now: float) -> None:
         joined, finished = self._scheduler.step(
             now, drafts.__getitem__, admit=not self._pause.is_paused

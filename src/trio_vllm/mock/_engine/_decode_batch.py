@@ -30,6 +30,9 @@ SPARE_SHELVES = 8
 SPARE_ROWS = 1024
 """An empty shelf with more members than this at its peak is not kept."""
 
+SEVERAL_STEPS_ROWS = 128
+"""With more rows than this, several steps at once take as long as one after the other."""
+
 TWO_FIELDS = b"\x92"
 
 
@@ -63,6 +66,18 @@ class Lane:
             self._steady = parts = [head, *views, NIL, b"\xcb", b"", tail]
         parts[-2] = pack_double(now)
         return b"".join(parts)
+
+    def steady_messages(self, envelope: Envelope, now: float, count: int) -> list[bytes]:
+        """What `steady_message` would give, so many times."""
+        if len(self._occupied) > 1:
+            return [self.steady_message(envelope, now) for _ in range(count)]
+        (shelf,) = self._occupied
+        head = envelope.start(self.count)
+        tail = b"".join((NIL, b"\xcb", pack_double(now), envelope.end()))
+        messages: list[bytes] = []
+        while len(messages) < count:
+            messages += shelf.messages(head, tail, count - len(messages))
+        return messages
 
     def views(self) -> Iterator[tuple[memoryview, int]]:
         """All rows, piece by piece, and how many they are."""
@@ -108,6 +123,7 @@ class DecodeBatch:
         self._lanes = [Lane(self._make_shelf) for _ in range(client_count)]
         self._finishing: dict[int, dict[str, Request]] = {}  # by step, by id
         self._busy_lanes: list[tuple[int, Lane]] = []
+        self._next_end = 0  # the first of those steps
         self._step = 0  # the last one
         self.count = 0
         self.tokens_made = 0
@@ -135,6 +151,24 @@ class DecodeBatch:
             for client_index, lane in self._busy_lanes
         ]
 
+    def steady_steps(
+        self, envelope: Envelope, now: float, limit: int
+    ) -> tuple[int, list[Outgoing]] | None:
+        """The next steps until somebody ends, ``limit`` at most: how many, and their messages.
+
+        None if there are none, or if `steady_step` is as fast.
+        """
+        count = min(limit, self._next_end - self._step - 1)
+        if count < 1 or self.count > SEVERAL_STEPS_ROWS:
+            return None
+        self._step += count
+        self.tokens_made += count * self.count * self._chunk_size
+        return count, [
+            (client_index, [message])
+            for client_index, lane in self._busy_lanes
+            for message in lane.steady_messages(envelope, now, count)
+        ]
+
     def step(self, joining: Iterable[Request], draft_for: Callable[[int], Draft]) -> list[Request]:
         """The next step; who has finished."""
         self._step += 1
@@ -153,6 +187,7 @@ class DecodeBatch:
         for lane in changed:
             lane.tidy()
         self._busy_lanes = [(i, lane) for i, lane in enumerate(self._lanes) if lane.count]
+        self._next_end = min(self._finishing, default=0)
 
     def _finish(self, draft_for: Callable[[int], Draft]) -> list[Request]:
         finishing = list(self._finishing.pop(self._step, {}).values())

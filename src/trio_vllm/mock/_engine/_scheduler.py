@@ -38,6 +38,8 @@ class Scheduler:
         self._fast_path = fast_path
         self.steady_step = self._fast.steady_step
         """A step, if nobody waits and nobody is on the plain path; see there."""
+        self.steady_steps = self._fast.steady_steps
+        """The same for several."""
         self._unfinished: dict[str, Request] = {}
         self._waiting: dict[str, Request] = {}
 

@@ -68,7 +68,7 @@ class Shelf:
     def _look_at_tokens(self) -> None:
         """Make `_tokens` the view of all token ids that stand in the rows."""
         mark, stride = len(self._cells.mark), self._row_length
-        offset = stride - self._chunk_size * self._cells.width + mark
+        offset = self._offset = stride - self._chunk_size * self._cells.width + mark
         one = self._chunk_size == 1
         self._tokens: np.ndarray[Any, Any] = np.ndarray(
             (self.capacity,) if one else (self.capacity, self._chunk_size),
@@ -127,6 +127,26 @@ class Shelf:
     def view(self) -> memoryview:
         """The rows as they are to be sent; valid until the next change of the shelf."""
         return self._rows[: self.count].reshape(-1).data
+
+    def messages(self, head: bytes, tail: bytes, limit: int) -> list[bytes]:
+        """Advance ``limit`` times at most; the rows after each, between ``head`` and ``tail``.
+
+        All of them are written at once, which costs less for each than an `advance` and a join.
+        """
+        if self._column == self._width:
+            self._refill()
+        stop = min(self._column + limit, self._width)
+        columns = self._ahead[: self.count, self._column : stop].swapaxes(0, 1)
+        blank = b"".join((head, self.view(), tail))
+        length = len(blank)
+        messages = np.empty((len(columns), length), np.uint8)
+        messages[:] = np.frombuffer(blank, np.uint8)
+        strides = (length, *self._tokens.strides)
+        start = len(head) + self._offset
+        np.ndarray(columns.shape, columns.dtype, messages.data, start, strides)[...] = columns
+        self._column, self._columns = stop, iter(())  # the rows themselves are behind now
+        data = messages.tobytes()
+        return [data[at : at + length] for at in range(0, len(data), length)]
 
     def row(self, slot: int) -> bytes:
         """One row as it is to be sent."""
