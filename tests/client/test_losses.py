@@ -120,6 +120,33 @@ async def test_an_idle_engine_that_is_gone_gets_nothing(autojump_clock: MockCloc
         world.assert_tidy()
 
 
+async def test_a_call_may_find_that_the_only_engine_is_gone(autojump_clock: MockClock) -> None:
+    """By sending first what was submitted before it; then nobody is left to be asked."""
+    async with open_world() as world:
+        sinks = [OutputStream("a"), OutputStream("b")]
+        for sink in sinks:
+            world.client.submit(make_request(sink.request_id), sink)
+        world.engine.vanish()
+
+        with pytest.raises(EngineDeadError, match="engine 0 is dead"):
+            await world.client.call_utility("is_sleeping")
+        assert 0 == trio.current_time()
+        assert [CONNECTION_LOST] * 2 == [(await fate(sink)).reason for sink in sinks]
+
+
+async def test_a_used_id_may_show_that_the_only_engine_is_gone(autojump_clock: MockClock) -> None:
+    """Its abort is sent first."""
+    async with open_world() as world:
+        sink = OutputStream("r")
+        world.client.submit(make_request(), sink)
+        world.client.drop(sink)
+        world.engine.vanish()
+
+        with pytest.raises(EngineDeadError, match="engine 0 is dead"):
+            world.client.submit(make_request(), sink)
+        world.assert_tidy()
+
+
 async def test_late_rows_of_the_dead_are_dropped(autojump_clock: MockClock) -> None:
     async with open_world(2) as world, AsyncExitStack() as stack:
         lost, _ = await open_streams(stack, world)

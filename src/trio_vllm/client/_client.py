@@ -297,15 +297,15 @@ class EngineCoreClient(UtilityMethods):
           EngineDeadError: No engine is left.
           ClientClosedError: The client is closed.
         """
-        self.raise_if_failed()
         request_id = request.request_id
+        self._outbox.prepare_id(request_id)  # which may find that engines are gone
+        self.raise_if_failed()
         if request_id in self._inflight:
             raise DuplicateRequestIdError(request_id)
         request = resolve_request(request, self._client_index, self._backend)
         if self._waves is not None:
             request = attrs.evolve(request, current_wave=self._waves.current_wave)
         message = encode_checked(request, self._limits)
-        self._outbox.prepare_id(request_id)
         pinned = request.data_parallel_rank
         engine_index = self._balancer.choose(request_id, pinned)
         if self._balancer.in_flight(engine_index):
@@ -375,9 +375,9 @@ class EngineCoreClient(UtilityMethods):
         Cancellation:
           Stops waiting. The engines still run the method; their answers are dropped.
         """
+        self._outbox.flush()  # what was submitted before comes before; engines may turn out gone
         self.raise_if_failed()
         check_utility_call(method, args)
-        self._outbox.flush()  # what was submitted before comes before
         call = self._utility_calls.open(method, self.engine_indices)
         try:
             request = UtilityRequest(self._client_index, call.call_id, method, list(args))
