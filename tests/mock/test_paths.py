@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.mock.driver import Driver, drive
 
-from trio_vllm.mock._engine._decode_batch import SEVERAL_STEPS_ROWS
+from trio_vllm.mock._engine._decode_batch import SEVERAL_STEPS_SIZE
 
 IDS = [*"abcdefgh", "a longer id", "ü" * 40, "x" * 300, "y" * 5000, ""]
 
@@ -131,17 +131,22 @@ def messages_for(client_index: int, driver: Driver) -> list[Any]:
     return messages
 
 
-@pytest.mark.parametrize("count", [1, 16, SEVERAL_STEPS_ROWS, SEVERAL_STEPS_ROWS + 1])
-def test_steps_are_made_at_once_where_that_pays(count: int) -> None:
-    """Up to the next end, and as many as there may be."""
-    driver = drive()
-    for i in range(count):
-        driver.add(f"r{i:03}", 40)
+@pytest.mark.parametrize("id_length", [8, 500])
+@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize("client_count", [1, 2])
+def test_steps_are_made_at_once_where_that_pays(
+    id_length: int, is_large: bool, client_count: int
+) -> None:
+    """Up to the next end, and as many as there may be; not if they are large."""
+    driver = drive(client_count=client_count)
+    row_length = id_length + (6 if id_length < 32 else 8)  # with 16 bits for the token
+    for i in range(SEVERAL_STEPS_SIZE // row_length + is_large):
+        driver.add(f"{i:0{id_length}}", 40, client_index=i % client_count)
     driver.step(2)
-    made = len(driver.engine.steps(200.0, 32)), len(driver.engine.steps(201.0, 32))
+    counts = [len(driver.engine.steps(now, 32)) for now in (200.0, 201.0)]
 
-    assert ((32, 5) if count <= SEVERAL_STEPS_ROWS else (1, 1)) == made
-    assert 1 == len(driver.engine.steps(202.0, 1))
+    assert [(1 if is_large else count) * client_count for count in (32, 5)] == counts
+    assert client_count == len(driver.engine.steps(202.0, 1))
 
 
 def test_many_requests_come_and_go() -> None:

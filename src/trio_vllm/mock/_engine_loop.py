@@ -33,7 +33,7 @@ BATCH = 0.00005
 """Seconds of steps whose messages are sent together."""
 
 STEPS = 32
-"""Steps made at a time, if they are alike; less than a batch takes, unless they have many rows."""
+"""Steps made at a time, if they are alike; they are small then, and take a fraction of a slice."""
 
 INPUT_LIMIT = 256
 """Messages received at a time."""

@@ -48,6 +48,11 @@ class Shelf:
         self._columns: Iterator[np.ndarray[Any, Any]] = iter(())
         self._allocate(FIRST_CAPACITY)
 
+    @property
+    def size(self) -> int:
+        """Bytes of all rows."""
+        return self.count * self._row_length
+
     # Arrays -------------------------------------------------------------------------------------
 
     def _allocate(self, capacity: int) -> None:
