@@ -256,15 +256,20 @@ async def test_an_idle_loop_shuts_down_at_once() -> None:
         await frontend.ended.wait()
 
 
-async def test_a_client_that_does_not_read_leaves_the_other_its_calls() -> None:
-    """Steps wait for it, but utility calls of the other are answered."""
-    async with engine_behind(2, high_water_mark=1) as frontend:
+@pytest.mark.parametrize("other_is_late", [False, True])
+async def test_a_client_that_does_not_read_leaves_the_other_its_calls(other_is_late: bool) -> None:
+    """Steps wait for it, but utility calls of the other are answered, as soon as that has caught up."""
+    async with engine_behind(2, high_water_mark=5) as frontend:
         frontend.add("a", 500)
+        if other_is_late:
+            frontend.add("b", 500, client_index=1)
         await wait_all_tasks_blocked()
         frontend.inputs[1].send_nowait(encode_utility(UtilityRequest(1, 7, "is_sleeping")))
 
         with trio.fail_after(5):
-            assert isinstance(await frontend.receive(1), UtilityCallOutput)
+            while not isinstance(await frontend.receive(1), UtilityCallOutput):
+                pass
+        assert frontend.loop.engine.has_unfinished
 
 
 async def test_a_farewell_reaches_every_client_that_reads() -> None:

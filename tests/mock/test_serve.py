@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from trio_vllm.mock import (
     serve_mock_engines,
 )
 from trio_vllm.mock import _serve as serve_module
+from trio_vllm.mock._engine import Outgoing
 from trio_vllm.mock._engine_loop import EngineLoop
 from trio_vllm.protocol import (
     HandshakeStatus,
@@ -269,14 +270,15 @@ async def test_a_shutdown_does_not_wait_for_a_stuck_frontend(
     monkeypatch.setattr(serve_module, "OUTPUT_HIGH_WATER_MARK", 1)
     monkeypatch.setattr(serve_module, "LAST_OUTPUTS_TIME", 0.1)
     monkeypatch.setattr(engine_module, "OUTPUT_LINGER", 0.1)
-    send_late = EngineLoop._send_late
+    post = EngineLoop.post
     is_stuck = trio.Event()
 
-    async def noticed(loop: EngineLoop) -> None:
-        is_stuck.set()
-        await send_late(loop)
+    def noticed(loop: EngineLoop, messages: Sequence[Outgoing]) -> None:
+        post(loop, messages)
+        if loop._late:
+            is_stuck.set()
 
-    monkeypatch.setattr(EngineLoop, "_send_late", noticed)
+    monkeypatch.setattr(EngineLoop, "post", noticed)
     serving = Serving(options_for(folder))
     async with open_context() as context, trio.open_nursery() as nursery:
         frontend = RawFrontend.bind(context, folder)

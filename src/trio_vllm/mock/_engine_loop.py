@@ -44,6 +44,18 @@ clock = time.monotonic
 Frames = Sequence[bytes]
 
 
+class Outlet:
+    """The way to one client, or to the coordinator."""
+
+    def __init__(self, sender: FrameSender) -> None:
+        self.sender = sender
+        # Bounded by the answers to what arrives: while anything is late, there are no steps.
+        self.late: deque[Sequence[Buffer]] = deque()
+        """What it has had no room for yet."""
+        self.waker = Waker()
+        """For the task that sends what is late."""
+
+
 class EngineLoop:
     """One engine with the connections to its frontend."""
 
@@ -61,26 +73,25 @@ class EngineLoop:
         self._after_slice = after_slice
         self._step_interval = step_interval
         self._next_step = -math.inf
-        self._senders: dict[int, FrameSender] = dict(enumerate(links.outputs))
+        self._outlets = {i: Outlet(sender) for i, sender in enumerate(links.outputs)}
         if links.coordinator is not None:
-            self._senders[COORDINATOR] = links.coordinator.notices
+            self._outlets[COORDINATOR] = Outlet(links.coordinator.notices)
+        self._late: set[Outlet] = set()
         self._waker = Waker()
-        # Bounded by the answers to what arrives: while something is in here, there are no steps.
-        self._late: deque[tuple[FrameSender, Sequence[Buffer]]] = deque()
         self._has_news = False
         self._is_ending = False
 
     # Input --------------------------------------------------------------------------------------
 
     def pumps(self) -> list[Callable[[], Awaitable[None]]]:
-        """The tasks that take input, to be run beside `run`."""
+        """The tasks that take input, and those that send what is late, to be run beside `run`."""
         pumps = [
             partial(self._pump, receiver, self._handle_message) for receiver in self._links.inputs
         ]
         if self._links.coordinator is not None:
             broadcasts = self._links.coordinator.broadcasts
             pumps.append(partial(self._pump, broadcasts, self._handle_broadcast))
-        return list(pumps)
+        return [*pumps, *(partial(self._send_late, outlet) for outlet in self._outlets.values())]
 
     async def _pump(self, receiver: FrameReceiver, handle: Callable[[Frames], None]) -> None:
         while True:
@@ -113,7 +124,6 @@ class EngineLoop:
 
     def shut_down(self, *, drain: bool) -> None:
         """Let `run` return once nothing is unfinished; abort what there is, unless ``drain``."""
-
         self._is_ending = True
         self.post(self.engine.shut_down(clock(), drain=drain))
         self._waker.wake()
@@ -123,27 +133,27 @@ class EngineLoop:
     def post(self, messages: Sequence[Outgoing]) -> None:
         """Send messages, or keep them until they can be sent."""
         for to, frames in messages:
-            sender = self._senders[to]
-            if not (self._late and self._is_late(sender)):
+            outlet = self._outlets[to]
+            if not outlet.late:
                 try:
-                    sender.send_nowait(frames)
+                    outlet.sender.send_nowait(frames)
                 except trio.WouldBlock:
                     pass
                 else:
                     continue
-            self._late.append((sender, frames))
+            outlet.late.append(frames)
+            outlet.waker.wake()
+            self._late.add(outlet)
+
+    async def _send_late(self, outlet: Outlet) -> None:
+        """Task: wait until somebody takes what is late; the others get answers meanwhile."""
+        while True:
+            while outlet.late:
+                await outlet.sender.send(outlet.late[0])
+                outlet.late.popleft()
+            self._late.discard(outlet)
             self._waker.wake()
-
-    def _is_late(self, sender: FrameSender) -> bool:
-        """Whether a client has to wait for its turn; answers to calls of others need not."""
-        return any(late is sender for late, _ in self._late)
-
-    async def _send_late(self) -> None:
-        """Wait until the frontend takes what is late; it may abort requests meanwhile."""
-        while self._late:
-            sender, frames = self._late[0]
-            await sender.send(frames)
-            self._late.popleft()
+            await outlet.waker.wait()
 
     def say_farewell(self) -> None:
         """Tell all clients that the engine is dying."""
@@ -160,9 +170,7 @@ class EngineLoop:
         await trio.lowlevel.checkpoint()
         while not self._is_over:
             self._work()
-            if self._late:
-                await self._send_late()
-            elif self._has_nothing_to_do:
+            if self._has_nothing_to_do:
                 await self._waker.wait()
             elif self._step_interval and not self._is_over:
                 with trio.move_on_at(self._next_step):
@@ -177,7 +185,7 @@ class EngineLoop:
 
     @property
     def _has_nothing_to_do(self) -> bool:
-        return not (self._late or self.engine.has_work or self._is_over)
+        return bool(self._late) or not (self.engine.has_work or self._is_over)
 
     def _work(self) -> None:
         """Make steps for a slice of time, if there is work.
