@@ -15,6 +15,7 @@ from trio.testing import MockClock, assert_checkpoints, wait_all_tasks_blocked
 
 from trio_vllm._errors import (
     ClientClosedError,
+    DecodeError,
     EngineDeadError,
     UnsupportedFieldError,
     UtilityCallFailedError,
@@ -235,6 +236,17 @@ async def test_a_new_client_does_not_wait_long_for_that(
         assert "what the engines support is not known" in caplog.text
         client.submit(make_request(), OutputStream("r"))
         assert ["r"] == [request.request_id for request in world.engine.requests()]
+
+
+async def test_a_new_client_may_find_that_no_engine_can_be_relied_on(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    async with open_world(2) as world, trio.open_nursery() as nursery:
+        engine = world.engines[0]
+        nursery.start_soon(engine.say, b"what nobody can read, nor tell who says it")
+        async with opened_over(world, monkeypatch) as client:
+            with pytest.raises(DecodeError):
+                client.submit(make_request(), OutputStream("r"))
 
 
 async def test_a_new_client_may_find_its_engine_dead(

@@ -30,7 +30,6 @@ from trio_vllm._errors import (
     EngineCoreError,
     EngineDeadError,
     UtilityCallFailedError,
-    UtilityError,
     UtilityTimeoutError,
     fresh,
 )
@@ -495,6 +494,6 @@ async def open_client(
         async with client.running():
             try:
                 await client.learn_supported_tasks(timeout=LEARNING_TIMEOUT)
-            except (UtilityError, EngineDeadError) as error:
+            except EngineCoreError as error:
                 _log.warning("what the engines support is not known: %s", error)
             yield client

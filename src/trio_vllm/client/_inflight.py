@@ -26,7 +26,7 @@ class Sink(Protocol):
 
     request_id: str
     engine_index: int
-    """Set by `EngineCoreClient.submit`."""
+    """Set by the client, and again if the engine is gone before it has got the request."""
 
     def add_tokens(self, token_ids: list[int], timestamp: float, version: str | None) -> None:
         """Take an output that is nothing but token ids, one at least.

@@ -12,7 +12,7 @@ from trio_vllm.protocol import Buffer, EngineId, encode_abort
 from trio_vllm.transport import FrameSender
 
 HOLD = 0.005
-"""Seconds."""
+"""Seconds that what is posted may wait at most, beyond the turns of other tasks."""
 
 
 class Outbox:
@@ -73,7 +73,7 @@ class Outbox:
             self.flush()
 
     def hold(self) -> None:
-        """Let what is posted wait until `release`, but for `HOLD` seconds at most.
+        """Let `run` wait until `release`, but for `HOLD` seconds at most.
 
         For while outputs are waiting to be handed out, of which requests could only bring more.
         """
