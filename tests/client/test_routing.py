@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack
 
+import numpy as np
 import pytest
 import trio
 from tests.client.world import Engine, World, make_request, open_world
@@ -11,7 +12,13 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_vllm._errors import InvalidDataParallelRankError
 from trio_vllm.client import OutputStream
-from trio_vllm.protocol import AbortRequests, EngineCoreRequest, FinishReason, UtilityRequest
+from trio_vllm.protocol import (
+    AbortRequests,
+    EngineCoreRequest,
+    FinishReason,
+    Tensor,
+    UtilityRequest,
+)
 
 
 async def submit(world: World, request_id: str, data_parallel_rank: int | None = None) -> int:
@@ -92,6 +99,21 @@ async def test_what_is_submitted_to_busy_engines_goes_together() -> None:
 
         await wait_all_tasks_blocked()
         assert [["c", "e"], ["d", "f"]] == [request_ids(engine) for engine in world.engines]
+
+
+async def test_an_array_may_be_changed_once_its_request_is_submitted() -> None:
+    """Whether that is sent already or not."""
+    async with open_world() as world:
+        values = np.zeros((4, 1024), np.float32)
+        embeds = Tensor.from_numpy(values)
+        for number, request_id in enumerate("abc"):
+            values[:] = number
+            request = make_request(request_id, prompt_token_ids=None, prompt_embeds=embeds)
+            world.client.submit(request, OutputStream(request_id))
+        await wait_all_tasks_blocked()
+
+        tensors = [request.prompt_embeds for request in world.engine.requests()]
+        assert [0, 1, 2] == [tensor and tensor.numpy()[0, 0] for tensor in tensors]
 
 
 async def test_what_was_submitted_comes_before_a_call_and_its_own_abort() -> None:

@@ -59,7 +59,8 @@ class Outbox:
 
     def post(self, engine_index: int, message: list[Buffer], movable_id: str | None) -> None:
         """Send a request soon; its id, if another engine will do as well."""
-        self._posted.append((engine_index, message, movable_id))
+        # Copied, for it may have views of arrays that are the caller's to change once we return.
+        self._posted.append((engine_index, [*map(bytes, message)], movable_id))
         self._waker.wake()
 
     def abort(self, engine_index: int, request_id: str) -> None:
