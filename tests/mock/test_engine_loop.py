@@ -249,6 +249,27 @@ async def test_shutting_down_ends_the_loop(drain: bool) -> None:
     assert reason is outputs[-1].finish_reason
 
 
+@pytest.mark.parametrize("drain", [True, False])
+async def test_what_has_arrived_before_the_end_is_answered(
+    drain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the loop has come to only some of it when it is to end."""
+    monkeypatch.setattr(engine_loop, "SLICE", 0.0)
+    async with engine_behind() as frontend:
+        for i in range(50):
+            frontend.add(f"r{i}", 1)
+        while not frontend.loop.engine.summary.requests:
+            await trio.lowlevel.checkpoint()
+        frontend.loop.shut_down(drain=drain)
+        await frontend.ended.wait()
+
+        answers = map(decode_outputs, frontend.outputs[0].receive_batch_nowait(1000))
+        outputs = [
+            o for batch in answers if isinstance(batch, RequestBatchOutputs) for o in batch.outputs
+        ]
+        assert {f"r{i}" for i in range(50)} == {o.request_id for o in outputs if o.finished}
+
+
 async def test_an_idle_loop_shuts_down_at_once() -> None:
     """There is nothing to wait for."""
     async with engine_behind() as frontend:

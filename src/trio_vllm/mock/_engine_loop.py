@@ -79,6 +79,7 @@ class EngineLoop:
         self._late: set[Outlet] = set()
         self._waker = Waker()
         self._has_news = False
+        self._handling_count = 0  # input tasks with messages in hand
         self._is_ending = False
 
     # Input --------------------------------------------------------------------------------------
@@ -98,12 +99,14 @@ class EngineLoop:
             batch = await receiver.receive_batch(INPUT_LIMIT)
             end = clock() + SLICE
             self._has_news = True
+            self._handling_count += 1
             for frames in batch:
                 handle(frames)
                 if clock() > end:
                     self._waker.wake()
                     await trio.lowlevel.checkpoint()
                     end = clock() + SLICE
+            self._handling_count -= 1
             if self._waker.is_waiting:
                 self._work()
                 if not self._has_nothing_to_do:
@@ -180,8 +183,8 @@ class EngineLoop:
 
     @property
     def _is_over(self) -> bool:
-        is_idle = not (self._late or self.engine.has_work or self.engine.has_unfinished)
-        return self._is_ending and is_idle
+        is_busy = self._handling_count or self.engine.has_work or self.engine.has_unfinished
+        return self._is_ending and not (is_busy or self._late)
 
     @property
     def _has_nothing_to_do(self) -> bool:
