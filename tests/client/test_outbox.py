@@ -12,7 +12,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_vllm._background import running
 from trio_vllm._errors import PeerGoneError
-from trio_vllm.client import OutputStream, _client
+from trio_vllm.client import OutputStream, _pump
 from trio_vllm.client._outbox import HOLD, Outbox
 from trio_vllm.protocol import (
     Buffer,
@@ -169,7 +169,7 @@ async def test_a_client_that_is_behind_lets_requests_wait(
     batch: int, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until it has caught up, however many messages that takes."""
-    monkeypatch.setattr(_client, "BATCH", batch)
+    monkeypatch.setattr(_pump, "BATCH", batch)
     async with open_world() as world:
         stream = Resubmitting("first")
         stream.world = world

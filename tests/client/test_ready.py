@@ -117,8 +117,8 @@ async def test_open_client_runs_a_client_over_its_links(monkeypatch: pytest.Monk
             assert "tcp://127.0.0.1:1" == mode.input_address
             yield links
 
-        monkeypatch.setattr("trio_vllm.client._client.open_frontend", open_frontend)
-        monkeypatch.setattr("trio_vllm.client._client.LEARNING_TIMEOUT", 0.0)
+        monkeypatch.setattr("trio_vllm.client._opening.open_frontend", open_frontend)
+        monkeypatch.setattr("trio_vllm.client._opening.LEARNING_TIMEOUT", 0.0)
         world.client.close()
         mode = Bootstrapped(input_address="tcp://127.0.0.1:1", output_address="tcp://127.0.0.1:2")
         async with open_client(mode, client_index=2, vocab_size=10) as client:
@@ -133,7 +133,7 @@ async def test_open_client_runs_a_client_over_its_links(monkeypatch: pytest.Monk
 async def test_engines_of_our_handshake_know_one_client(
     monkeypatch: pytest.MonkeyPatch, client_index: int
 ) -> None:
-    monkeypatch.setattr("trio_vllm.client._client.open_frontend", None)  # no socket is opened
+    monkeypatch.setattr("trio_vllm.client._opening.open_frontend", None)  # no socket is opened
     mode = HandshakeOwner(handshake_address="tcp://127.0.0.1:1")
     with pytest.raises(ConfigurationError, match="one output address"):
         async with open_client(mode, client_index=client_index):

@@ -9,7 +9,7 @@ import pytest
 import trio
 from tests.ready import ready_response
 
-from trio_vllm.client import EngineCoreClient, OutputStream, _client, open_client
+from trio_vllm.client import EngineCoreClient, OutputStream, _opening, open_client
 from trio_vllm.protocol import (
     AbortRequests,
     EngineCoreRequest,
@@ -68,7 +68,7 @@ async def test_last_aborts_reach_the_engines(
     tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is no checkpoint between the requests and the end."""
-    monkeypatch.setattr(_client, "LEARNING_TIMEOUT", 0.0)  # these answer nothing
+    monkeypatch.setattr(_opening, "LEARNING_TIMEOUT", 0.0)  # these answer nothing
     address = f"ipc://{tmp_path}/handshake"
     engines = [Engine(index, address) for index in range(2)]
     mode = HandshakeOwner(handshake_address=address, engine_count=2)

@@ -14,7 +14,7 @@ from tests.ready import ready_response
 from tests.wire.processes import PeerProcess, peer_process
 
 from trio_vllm._errors import EngineDeadError
-from trio_vllm.client import _client, open_client
+from trio_vllm.client import _opening, open_client
 from trio_vllm.protocol import EngineCoreRequest, EngineId, SamplingParams
 from trio_vllm.transport import EngineLinks, HandshakeOwner, join_frontend, open_frontend
 
@@ -68,7 +68,7 @@ async def test_killed_engine(address: str) -> None:
 
 async def test_killed_engine_of_a_client(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its request fails with the reason; requests go to the other one from then on."""
-    monkeypatch.setattr(_client, "LEARNING_TIMEOUT", 0.0)  # these answer nothing
+    monkeypatch.setattr(_opening, "LEARNING_TIMEOUT", 0.0)  # these answer nothing
     mode = HandshakeOwner(handshake_address=address, engine_count=2)
 
     def request(request_id: str, rank: int | None = None) -> EngineCoreRequest:

@@ -1,7 +1,8 @@
 """The frontend's side: drives engine cores."""
 
-from trio_vllm.client._client import EngineCoreClient, open_client
+from trio_vllm.client._client import EngineCoreClient
 from trio_vllm.client._inflight import Sink
+from trio_vllm.client._opening import open_client
 from trio_vllm.client._ready import EngineFleet
 from trio_vllm.client._stream import OutputStream, StreamOutput
 from trio_vllm.client._utilities import PauseMode

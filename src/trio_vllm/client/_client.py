@@ -1,4 +1,4 @@
-"""`open_client` and `EngineCoreClient`: requests in, outputs out, over any number of engines.
+"""`EngineCoreClient`: requests in, outputs out, over any number of engines.
 
 Theory of operation. Three tasks run beside the caller's block: one takes what the engines send and
 hands it to whoever waits for it, one sends what can go together (see `_outbox.py`), one hears of
@@ -14,9 +14,8 @@ Mirrors ``rust/src/engine-core-client/src/client.rs`` and ``vllm/v1/engine/core_
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
-from time import perf_counter
 from typing import Any
 
 import attrs
@@ -25,7 +24,6 @@ import trio
 from trio_vllm._background import running
 from trio_vllm._errors import (
     ClientClosedError,
-    ConfigurationError,
     DuplicateRequestIdError,
     EngineCoreError,
     EngineDeadError,
@@ -37,6 +35,7 @@ from trio_vllm.client._dispatch import Dispatcher, StatsListener
 from trio_vllm.client._inflight import Inflight, Sink
 from trio_vllm.client._lives import CONNECTION_LOST, EngineLives
 from trio_vllm.client._outbox import Outbox
+from trio_vllm.client._pump import OutputPump
 from trio_vllm.client._ready import EngineFleet
 from trio_vllm.client._stream import OutputStream
 from trio_vllm.client._utilities import UtilityMethods
@@ -49,7 +48,6 @@ from trio_vllm.protocol import (
     Buffer,
     EngineCoreRequest,
     EngineId,
-    Frames,
     SchedulerStats,
     UtilityRequest,
     encode_checked,
@@ -57,24 +55,12 @@ from trio_vllm.protocol import (
     resolve_request,
 )
 from trio_vllm.transport import (
-    Bootstrapped,
     EngineLinks,
     FollowerLinks,
-    HandshakeOwner,
     LeaderLinks,
-    open_frontend,
 )
 
 _log = logging.getLogger("trio_vllm.client")
-
-BATCH = 64
-"""Messages received at once."""
-
-SLICE = 0.002
-"""Seconds of handing out outputs between two checkpoints; a message of 1,000 takes about 1 ms."""
-
-LEARNING_TIMEOUT = 5.0
-"""Seconds that engines which have just started may take to say what they support."""
 
 START_WAVE_RELEASE = (0, 33)
 """From here on idle engines themselves tell a coordinator of the requests that they get."""
@@ -114,6 +100,7 @@ class EngineCoreClient(UtilityMethods):
         self._dispatcher = Dispatcher(
             self._inflight, self._utility_calls, self._balancer, self._lives
         )
+        self._pump = OutputPump(links, self._dispatcher, self._outbox)
         self._waves = self._track_waves()
         self._failure: EngineCoreError | None = None
         self._failed = trio.Event()
@@ -137,7 +124,7 @@ class EngineCoreClient(UtilityMethods):
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run the tasks of this client while the block runs, then close it; for `open_client`."""
-        pumps = [self._pump_outputs, self._outbox.run, self._watch_lives]
+        pumps = [self._pump.run, self._outbox.run, self._watch_lives]
         if self._waves is not None:
             pumps.append(self._waves.run)
         async with running(*pumps):
@@ -393,27 +380,6 @@ class EngineCoreClient(UtilityMethods):
 
     # Tasks --------------------------------------------------------------------------------------
 
-    async def _pump_outputs(self) -> None:
-        """Task: hand out what the engines send, for ever."""
-        outputs = self._links.outputs
-        is_alone = len(self._links.ready_responses) == 1
-        batch: Sequence[tuple[Frames, int | None]]
-        while True:
-            if is_alone:  # then the sender is known, and asking costs half a microsecond
-                batch = [(frames, None) for frames in await outputs.receive_batch(BATCH)]
-            else:
-                batch = await outputs.receive_batch_with_descriptors(BATCH)
-            end = perf_counter() + SLICE
-            for frames, descriptor in batch:
-                if perf_counter() > end:
-                    await trio.lowlevel.checkpoint()
-                    end = perf_counter() + SLICE
-                self._dispatcher.take(frames, descriptor)
-            if len(batch) == BATCH and outputs.has_more():
-                self._outbox.hold()
-            else:
-                self._outbox.release()
-
     async def _watch_lives(self) -> None:
         """Task: find out which engines are gone."""
         await self._lives.watch(self._links.losses)
@@ -443,57 +409,3 @@ class EngineCoreClient(UtilityMethods):
         Whoever waits gets `ClientClosedError`. `open_client` does this at the end of its block.
         """
         self._fail(ClientClosedError())
-
-
-@asynccontextmanager
-async def open_client(
-    mode: HandshakeOwner | Bootstrapped,
-    *,
-    client_index: int = 0,
-    vocab_size: int | None = None,
-    structured_outputs_backend: str = "xgrammar",
-) -> AsyncIterator[EngineCoreClient]:
-    """Connect to engine cores; the block's value drives them.
-
-    Args:
-      mode: Whether we do the startup handshake or a supervisor has done it.
-      client_index: Which of the frontend's clients we are; engines answer on that output address.
-        They are told but one address by us, so other clients need a supervisor (`Bootstrapped`).
-      vocab_size: Number of the model's token ids, if known. An engine dies of an id beyond it and
-        does not tell its size, so with this such requests can be refused.
-      structured_outputs_backend: For requests that name none.
-
-    Raises:
-      ConfigurationError: An address is unusable, the engines need a coordinator, or would not
-        answer to ``client_index``.
-      StartupError: Engines are missing after the mode's timeout; tells which, and in which phase.
-      InternalError: A bug of this package, never a peer's doing.
-
-    The engines are asked what the model supports, since one that pools dies of a request to generate
-    and the other way round. If they do not answer in `LEARNING_TIMEOUT` seconds, that is logged, and
-    they are asked again before the first pooling request.
-
-    Leaving the block aborts what is in flight; after it nothing of the client runs. What the block
-    raises comes out as it is.
-
-    Cancellation:
-      Leaves nothing behind, at any point.
-    """
-    if client_index and isinstance(mode, HandshakeOwner):
-        raise ConfigurationError(
-            f"client_index must be 0, not {client_index}: HandshakeOwner tells the engines one output"
-            " address, and they would answer on one that does not exist"
-        )
-    async with open_frontend(mode) as links:
-        client = EngineCoreClient(
-            links,
-            client_index=client_index,
-            vocab_size=vocab_size,
-            structured_outputs_backend=structured_outputs_backend,
-        )
-        async with client.running():
-            try:
-                await client.learn_supported_tasks(timeout=LEARNING_TIMEOUT)
-            except EngineCoreError as error:
-                _log.warning("what the engines support is not known: %s", error)
-            yield client

@@ -21,7 +21,7 @@ class Generation:
     collectors: Sequence[Collector]
     _waker: Waker
     submitted_count: int = attrs.field(default=0, init=False)
-    """How many of them an engine has got."""
+    """How many of them the client has taken."""
     _turn: int = attrs.field(default=0, init=False)
     """Which completion may deliver next."""
 

@@ -70,7 +70,7 @@ class Tensor:
     """A torch tensor as it travels: a dtype name, a shape, C-contiguous little-endian bytes.
 
     ``data`` may alias the message it came in (receiving) or the array it was made of (sending:
-    do not change that array until the request has been sent).
+    do not change that array until the request has been submitted).
     """
 
     dtype: str
