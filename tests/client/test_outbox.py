@@ -113,6 +113,18 @@ async def test_a_hold_has_an_end_although_others_follow(autojump_clock: MockCloc
         assert 8 == len(engines.take())
 
 
+async def test_an_abort_ends_a_hold(autojump_clock: MockClock) -> None:
+    """An engine should not work for nobody."""
+    async with open_outbox() as (outbox, engines):
+        outbox.hold()
+        post(outbox, b"a")
+        outbox.abort(0, "b")
+        outbox.hold()
+        await wait_all_tasks_blocked()
+        assert [(0, b"a"), (0, payload_of_abort("b"))] == engines.take()
+        assert 0 == trio.current_time()
+
+
 async def test_an_old_hold_holds_nothing(autojump_clock: MockClock) -> None:
     async with open_outbox() as (outbox, engines):
         outbox.hold()
@@ -123,9 +135,7 @@ async def test_an_old_hold_holds_nothing(autojump_clock: MockClock) -> None:
 
 
 async def test_a_used_id_goes_out_before_it_is_used_again(autojump_clock: MockClock) -> None:
-    """Also while there is a hold."""
     async with open_outbox() as (outbox, engines):
-        outbox.hold()
         post(outbox, b"a", b"b")
         outbox.abort(0, "a")
         outbox.prepare_id("b")

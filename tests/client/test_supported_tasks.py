@@ -20,6 +20,7 @@ from trio_vllm._errors import (
     UnsupportedFieldError,
     UtilityCallFailedError,
     UtilityResultError,
+    UtilityTimeoutError,
 )
 from trio_vllm.client import EngineCoreClient, HandshakeOwner, OutputStream, _opening, open_client
 from trio_vllm.client._lives import LOSS_GRACE
@@ -111,6 +112,24 @@ async def learn_in(world: World, nursery: trio.Nursery) -> list[BaseException | 
     nursery.start_soon(learn)
     await wait_all_tasks_blocked()
     return ends
+
+
+async def test_asking_again_does_not_take_longer(autojump_clock: MockClock) -> None:
+    """All attempts share the time that there is."""
+    async with open_world(2) as world, trio.open_nursery() as nursery:
+
+        async def learn() -> None:
+            with pytest.raises(UtilityTimeoutError):
+                await world.client.learn_supported_tasks(timeout=5)
+
+        nursery.start_soon(learn)
+        await trio.sleep(4)
+        await world.engines[0].die()
+        await trio.sleep(0.5)
+        first = world.engines[1].call()
+        await world.engines[1].answer(first.call_id, ["embed"])
+        assert first.method == world.engines[1].call().method
+    assert 5 == trio.current_time()
 
 
 async def test_who_waits_asks_again_for_one_that_was_cancelled() -> None:

@@ -258,8 +258,10 @@ async def test_what_has_arrived_before_the_end_is_answered(
     async with engine_behind() as frontend:
         for i in range(50):
             frontend.add(f"r{i}", 1)
-        while not frontend.loop.engine.summary.requests:
+        while True:
             await trio.lowlevel.checkpoint()
+            if frontend.loop.engine.summary.requests:
+                break
         frontend.loop.shut_down(drain=drain)
         await frontend.ended.wait()
 

@@ -259,10 +259,12 @@ class EngineCoreClient(UtilityMethods):
         if self._limits.supported_tasks is not None:
             await trio.lowlevel.checkpoint()
             return
+        deadline = trio.current_time() + timeout
         async with self._learning_tasks:
             while self._limits.supported_tasks is None:
+                left = max(deadline - trio.current_time(), 0)
                 try:
-                    tasks = await self.get_supported_tasks(timeout=timeout)
+                    tasks = await self.get_supported_tasks(timeout=left)
                 except UtilityCallFailedError as error:
                     if not isinstance(error.__cause__, EngineDeadError):
                         raise

@@ -64,7 +64,8 @@ class Outbox:
         self._waker.wake()
 
     def abort(self, engine_index: int, request_id: str) -> None:
-        """Tell an engine soon that a request is over."""
+        """Tell an engine soon that a request is over; a hold ends with this."""
+        self._hold_end = None
         self._aborts.setdefault(engine_index, {})[request_id] = None
         self._waker.wake()
 
@@ -77,8 +78,10 @@ class Outbox:
         """Let `run` wait until `release`, but for `HOLD` seconds at most.
 
         For while outputs are waiting to be handed out, of which requests could only bring more.
+        An abort brings less, and is not held.
         """
-        if self._hold_end is None:  # else a hold without end would grow out of several
+        # Else a hold without end would grow out of several.
+        if self._hold_end is None and not self._aborts:
             self._hold_end = trio.current_time() + HOLD
 
     def release(self) -> None:
