@@ -276,7 +276,8 @@ class EngineCoreClient(UtilityMethods):
 
         The request is checked first, completed (stop ids, structured-output backend, client index)
         in a copy, and sent to the pinned or else the least loaded engine: at once if that is idle,
-        else together with what other tasks submit in this turn of trio's. An id should not be used
+        else together with what other tasks submit in this turn of trio's, or in the 5 ms for which a
+        client that is behind with handing out outputs waits. An id should not be used
         again after an abort: outputs for the old request may still be on their way. What the model
         can do is checked once `learn_supported_tasks` has found out.
 
