@@ -1,8 +1,9 @@
-"""No process outlives the tests, not even if they are killed; and a clock for busy machines."""
+"""What all tests have: no process outlives them, Ctrl-C is heard; and a clock for busy machines."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import uuid
 from collections.abc import Iterator
@@ -30,6 +31,12 @@ def no_process_is_left() -> Iterator[None]:
         os.environ[MARK] = mark
         yield
         del os.environ[MARK]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_is_heard() -> None:
+    """A shell lets what it runs in the background ignore it, all that is started there included."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
