@@ -12,5 +12,5 @@ for engine_count, api_servers in ((1, None), (4, None), (4, 2)):
         python_frontend(handshake, http, "--data-parallel-size", count, *servers) as frontend,
     ):
         frontend.wait_for_http(f"http://127.0.0.1:{http}/health", 180)
-        check_frontend(http, mock, engine_count)
+        check_frontend(http, mock, engine_count, api_servers or engine_count)
     print(f"ok {engine_count} engines, {api_servers or 'default'} API servers", flush=True)

@@ -17,7 +17,7 @@ with mock_engine(handshake, "--engine-count", "2") as mock:
         begin = time.monotonic()
         with rust_frontend(handshake, http, *PARSERS, "--data-parallel-size", "2") as frontend:
             frontend.wait_for_http(f"http://127.0.0.1:{http}/health", LIMIT)
-            trio.run(check_stream, http, mock, 2)
+            trio.run(check_stream, http, mock, 2, 1)
             seconds = time.monotonic() - begin
             if seconds > LIMIT:
                 raise SystemExit(f"life {life} took {seconds:.1f} s to begin")
