@@ -2,12 +2,10 @@
 
 Theory of operation. A ØMQ socket has one descriptor for both directions. It turns readable when
 something happened to the socket, and any call on the socket may make it unreadable again, whatever
-the call was for. So there are four rules, and `ZmqSocket` keeps them for its users:
+the call was for. So there are three rules, and `ZmqSocket` keeps them for its users:
 
 - Try first, wait only after a failure, and expect to wake for nothing (`ZmqSocket._attempt_until`).
 - After every call, pass on the wake-up that it may have used up (`ZmqSocket._notify`).
-- What was tried in vain is not tried again before there was another call, or the descriptor turned
-  readable (`ZmqSocket._is_drained`).
 - One task watches the descriptor; the other direction's waits for that one (`ZmqSocket._wait`).
 
 A message is taken, or handed over, in one synchronous step, after which nothing is cancelled.
@@ -57,7 +55,6 @@ class ZmqSocket:
         self._descriptor: int = raw.FD
         self._waiting: dict[int, trio.CancelScope] = {}
         self._descriptor_is_watched = False
-        self._is_drained = False
         self.address = ""
         """Where it is bound or connected to, with the port that was chosen."""
 
@@ -109,7 +106,6 @@ class ZmqSocket:
         """
         if self._raw.closed:
             return
-        self._is_drained = False
         trio.lowlevel.notify_closing(self._descriptor)
         self.stop_monitor()
         self._raw.close()
@@ -154,9 +150,7 @@ class ZmqSocket:
         Cancellation:
           Loses no message.
         """
-        return await self._attempt_until(
-            RECEIVABLE, lambda: self._take(limit), in_vain=self._is_drained
-        )
+        return await self._attempt_until(RECEIVABLE, lambda: self._take(limit))
 
     def receive_batch_nowait(self, limit: int) -> list[Frames]:
         """Return what is there, ``limit`` messages at most; `trio.WouldBlock` if nothing is."""
@@ -183,9 +177,7 @@ class ZmqSocket:
         again for another connection.
         """
         descriptors: list[int] = []
-        batch = await self._attempt_until(
-            RECEIVABLE, lambda: self._take(limit, descriptors), in_vain=self._is_drained
-        )
+        batch = await self._attempt_until(RECEIVABLE, lambda: self._take(limit, descriptors))
         return list(zip(batch, descriptors, strict=True))
 
     async def send(self, frames: Sequence[bytes | memoryview]) -> None:
@@ -210,7 +202,6 @@ class ZmqSocket:
         if len(frames) == 1 and not self._waiting:  # most of all messages, for half the price
             frame = frames[0]
             if type(frame) is bytes and len(frame) < ZERO_COPY_SIZE:
-                self._is_drained = False
                 try:
                     self._raw.send(frame, DONT_WAIT)
                 except zmq.ZMQError:
@@ -220,23 +211,18 @@ class ZmqSocket:
         if not self._put(frames):
             raise trio.WouldBlock
 
-    async def _attempt_until(
-        self, event: int, attempt: Callable[[], T], *, in_vain: bool = False
-    ) -> T:
-        """Call ``attempt`` until it gives something true; wait for ``event`` in between.
-
-        If the first attempt would be ``in_vain``, it is left out.
-        """
+    async def _attempt_until(self, event: int, attempt: Callable[[], T]) -> T:
+        """Call ``attempt`` until it gives something true; wait for ``event`` in between."""
         await trio.lowlevel.checkpoint_if_cancelled()
         if event in self._waiting:
             raise trio.BusyResourceError("another task is already waiting in this direction")
-        if not in_vain and (result := attempt()):
+        if result := attempt():
             await trio.lowlevel.cancel_shielded_checkpoint()
             return result
-        while True:
+        while not result:
             await self._wait(event)
-            if result := attempt():
-                return result
+            result = attempt()
+        return result
 
     async def _wait(self, event: int) -> None:
         """Wait until ``event`` may have become possible. Returns for nothing at times."""
@@ -266,7 +252,6 @@ class ZmqSocket:
 
     def _look(self) -> int:
         """Make ØMQ process all its news; give what is possible now."""
-        self._is_drained = False
         return int(self._raw.getsockopt(EVENTS))
 
     def _notify(self) -> None:
@@ -281,12 +266,10 @@ class ZmqSocket:
         """Take up to ``limit`` messages that are there."""
         batch: list[Frames] = []
         receive = self._raw.recv
-        self._is_drained = False
         while len(batch) < limit:
             try:
                 frame = receive(DONT_WAIT, False)
             except zmq.Again:
-                self._is_drained = True
                 break
             except zmq.ZMQError as error:
                 raise translated(error, "cannot receive") from error
@@ -336,7 +319,6 @@ class ZmqSocket:
     def _try_to_send(
         self, head: Sequence[bytes | memoryview], last: bytes | memoryview | zmq.Frame
     ) -> bool:
-        self._is_drained = False
         send = self._raw.send
         flags = DONT_WAIT
         try:
