@@ -54,11 +54,7 @@ from trio_vllm.protocol import (
     encode_utility,
     resolve_request,
 )
-from trio_vllm.transport import (
-    EngineLinks,
-    FollowerLinks,
-    LeaderLinks,
-)
+from trio_vllm.transport import EngineLinks, FollowerLinks, LeaderLinks
 
 _log = logging.getLogger("trio_vllm.client")
 

@@ -55,20 +55,13 @@ class Generation:
 
     async def _wait_for_news(self) -> None:
         """Wait until there may be something new; if there is, only let others run."""
-        for collector in self.collectors:
-            if collector.is_due or collector.error is not None:
-                break
+        if self._has_ended() or any(c.is_due or c.error is not None for c in self.collectors):
+            await trio.lowlevel.checkpoint()
         else:
-            if not self._has_ended():
-                await self._waker.wait()
-                return
-        await trio.lowlevel.checkpoint()
+            await self._waker.wait()
 
     def _has_ended(self) -> bool:
-        for collector in self.collectors:  # noqa: SIM110  (a third of the price)
-            if not collector.finished:
-                return False
-        return True
+        return all(collector.finished for collector in self.collectors)
 
     def _raise_error(self) -> None:
         for collector in self.collectors:

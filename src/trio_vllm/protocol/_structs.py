@@ -66,11 +66,11 @@ def evolver(cls: type[T]) -> Callable[[T, Mapping[str, Any]], T]:
     values_of = _getter(names)
 
     def evolve(value: T, changes: Mapping[str, Any]) -> T:
-        items = values_of(value)
-        is_set = [*map(operator.is_not, items, defaults)]
-        values: dict[str, Any] = dict(
-            zip(compress(names, is_set), compress(items, is_set), strict=True)
-        )
+        values = {
+            name: item
+            for name, default, item in zip(names, defaults, values_of(value))  # noqa: B905
+            if item is not default
+        }
         values.update(changes)
         return cls(**values)
 
