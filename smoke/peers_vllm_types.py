@@ -15,7 +15,7 @@ from typing import Any
 from peers import VLLM_ENVIRONMENT, provision
 from plain_views import view
 from trio_vllm import DecodeError, InvalidFieldError
-from trio_vllm.protocol import RequestLimits, check_request
+from trio_vllm.client.input_processing import RequestLimits, check_request
 from wire_cases import Case, cases, request_from
 from wire_requests import deadly_requests
 

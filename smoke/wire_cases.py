@@ -7,16 +7,15 @@ from typing import Any
 
 import attrs
 
+from trio_vllm.client.input_processing import RequestLimits, check_request, fill_defaults
 from trio_vllm.protocol import (
     CoordinatorStats,
     EngineCoreRequest,
     EngineLoad,
     HandshakeReport,
     HandshakeStatus,
-    RequestLimits,
     StartDpWave,
     UtilityRequest,
-    check_request,
     decode_coordinator_stats,
     decode_engine_message,
     decode_init,
@@ -32,7 +31,6 @@ from trio_vllm.protocol import (
     encode_report,
     encode_start_dp_wave,
     encode_utility,
-    resolve_request,
 )
 from wire_outputs import INIT, READY, outputs
 from wire_requests import requests
@@ -55,7 +53,7 @@ class Case:
 def cases() -> Iterator[Case]:
     """All that must be understood."""
     for name, request in requests().items():
-        resolved = resolve_request(request)
+        resolved = fill_defaults(request)
         check_request(resolved, RequestLimits(max_model_len=512, vocab_size=32000))
         yield Case(name, "request", resolved, framed(encode_add(resolved)), read_as(b"\x00"))
     for name, value in outputs().items():

@@ -9,8 +9,8 @@ from typing import TypeAlias
 import attrs
 import trio
 
-from trio_vllm._errors import PeerGoneError
-from trio_vllm.transport._channels import Frames
+from trio_vllm.errors import PeerGoneError
+from trio_vllm.transport.channels import Frames
 
 Labelled: TypeAlias = tuple[Frames, int | None]
 

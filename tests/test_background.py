@@ -9,8 +9,8 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trio_vllm._background import running
-from trio_vllm._errors import InternalError
+from trio_vllm.concurrency import running
+from trio_vllm.errors import InternalError
 
 
 async def idle() -> None:

@@ -9,7 +9,8 @@ from types import ModuleType
 import pytest
 
 import trio_vllm
-from trio_vllm import EngineCoreError, _errors, client, llm
+from trio_vllm import EngineCoreError, client, llm
+from trio_vllm import errors as _errors
 
 VLLM_NAMES = {
     "Bootstrapped",

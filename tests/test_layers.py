@@ -33,22 +33,23 @@ class Allowed:
     watched: frozenset[str] = frozenset()
 
 
-BELOW_CLIENT = frozenset({"transport", "protocol", "_errors", "_background", "_waker"})
+BELOW_CLIENT = frozenset({"transport", "protocol", "errors", "concurrency"})
 
 RULES = {
-    "_errors": Allowed(frozenset()),
-    "_background": Allowed(frozenset({"_errors"}), frozenset({"logging", "trio"})),
-    "_waker": Allowed(frozenset(), frozenset({"trio"})),
-    "protocol": Allowed(frozenset({"_errors"}), frozenset({"ormsgpack"})),
+    "errors": Allowed(frozenset()),
+    "concurrency": Allowed(frozenset({"errors"}), frozenset({"logging", "trio"})),
+    "protocol": Allowed(frozenset({"errors"}), frozenset({"ormsgpack"})),
     "transport": Allowed(BELOW_CLIENT - {"transport"}, IMPURE | {"trio", "zmq"}),
     "client": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
     "llm": Allowed(BELOW_CLIENT - {"transport"} | {"client"}, IMPURE | {"trio"}),
-    "mock": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
-    "mock/_engine": Allowed(frozenset({"protocol", "_errors"}), frozenset({"random"})),
+    "mock": Allowed(frozenset({"protocol", "errors"}), frozenset({"random"})),
+    "mock/events": Allowed(frozenset({"protocol", "errors"}), frozenset({"logging"})),
+    "mock/runner": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
+    "mock/serve": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
     "cli": Allowed(
-        frozenset({PUBLIC_NAMES, "mock", "_background"}), IMPURE | {"cyclopts", "rich", "trio"}
+        frozenset({PUBLIC_NAMES, "mock", "concurrency"}), IMPURE | {"cyclopts", "rich", "trio"}
     ),
-    PUBLIC_NAMES: Allowed(frozenset({"llm", "client", "transport", "protocol", "_errors"})),
+    PUBLIC_NAMES: Allowed(frozenset({"llm", "client", "transport", "protocol", "errors"})),
     "__main__": Allowed(frozenset({"cli"})),
 }
 """By layer, that is by the name of a folder or module at the root; a longer path wins."""
@@ -124,7 +125,7 @@ def test_imports_point_downwards(path: Path) -> None:
         ("protocol/_x.py", "import os.path as p", "protocol/_x may not import os"),
         ("protocol/_x.py", "def f():\n from time import time", "protocol/_x may not import time"),
         ("protocol/_x.py", "from ..client import A", "protocol/_x may not import client"),
-        ("protocol/_x.py", "from .. import _background", "protocol/_x may not import _background"),
+        ("protocol/_x.py", "from .. import concurrency", "protocol/_x may not import concurrency"),
         ("protocol/deep/_x.py", "import random", "protocol/deep/_x may not import random"),
         ("client/_x.py", "import zmq.asyncio", "client/_x may not import zmq"),
         ("client/_x.py", "import asyncio", "client/_x may not import asyncio"),
@@ -138,14 +139,15 @@ def test_imports_point_downwards(path: Path) -> None:
         ("llm/_x.py", "from trio_vllm import transport", "llm/_x may not import transport"),
         ("mock/_x.py", "from trio_vllm.client import A", "mock/_x may not import client"),
         ("mock/_x.py", "from ..llm import A", "mock/_x may not import llm"),
-        ("mock/_engine.py", "import trio", "mock/_engine may not import trio"),
-        ("mock/_engine/_x.py", "import time", "mock/_engine/_x may not import time"),
+        ("mock/engine.py", "import trio", "mock/engine may not import trio"),
+        ("mock/engine.py", "import time", "mock/engine may not import time"),
+        ("mock/runner.py", "import zmq", "mock/runner may not import zmq"),
         ("transport/_x.py", "from trio_vllm.client import A", "transport/_x may not import client"),
         ("cli/_x.py", "from trio_vllm.client import A", "cli/_x may not import client"),
         ("cli/_x.py", "from trio_vllm.mock._y import A", "cli/_x reaches into mock"),
         ("__init__.py", "from .cli import A", "__init__ may not import cli"),
         ("__init__.py", "from .mock import A", "__init__ may not import mock"),
-        ("_errors.py", "from .protocol import A", "_errors may not import protocol"),
+        ("errors.py", "from .protocol import A", "errors may not import protocol"),
         ("_stray.py", "", "_stray has no rule"),
     ],
 )
@@ -158,14 +160,14 @@ def test_a_violation_is_found(tmp_path: Path, place: str, line: str, violation: 
     ("place", "line"),
     [
         ("protocol/_x.py", "from ._y import _z"),
-        ("protocol/_x.py", "from .._errors import DecodeError"),
+        ("protocol/_x.py", "from ..errors import DecodeError"),
         ("protocol/_x.py", "import ormsgpack, numpy, attrs, math"),
         ("protocol/deep/_x.py", "from .._y import A"),
         ("transport/_x.py", "import zmq"),
         ("client/_x.py", "from trio_vllm.client._y import A"),
         ("client/_x.py", "from trio_vllm.protocol import A"),
-        ("client/_x.py", "from trio_vllm import _errors, protocol"),
-        ("mock/_x.py", "from ._engine import A"),
+        ("client/_x.py", "from trio_vllm import errors, protocol"),
+        ("mock/_x.py", "from .engine import A"),
         ("cli/_x.py", "import trio_vllm\nfrom trio_vllm import A\nfrom trio_vllm.mock import B"),
         ("__main__.py", "from trio_vllm.cli import main"),
     ],
@@ -178,7 +180,7 @@ def test_what_is_allowed_passes(tmp_path: Path, place: str, line: str) -> None:
 @pytest.mark.parametrize(
     ("place", "line"),
     [
-        ("_errors.py", "from .. import os"),
+        ("errors.py", "from .. import os"),
         ("client/_x.py", "from ...other import A"),
     ],
 )

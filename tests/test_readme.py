@@ -14,7 +14,7 @@ import pytest
 import trio_vllm
 from trio_vllm import mock
 from trio_vllm.cli import _llm_smoke, _mock_engine
-from trio_vllm.llm import metrics
+from trio_vllm.llm import metrics as metrics
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 

@@ -6,7 +6,7 @@ import pytest
 import trio
 from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
-from trio_vllm._waker import Waker
+from trio_vllm.concurrency import Waker
 
 
 async def test_a_wake_ends_the_sleep() -> None:

@@ -12,7 +12,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from bench.workers import Answer
 from trio_vllm import EngineCoreClient, EngineCoreReadyResponse, Llm
-from trio_vllm.transport import EngineLinks
+from trio_vllm.transport import EngineChannels
 
 READY = EngineCoreReadyResponse(
     max_model_len=1_048_576,
@@ -123,7 +123,7 @@ async def unwired_llm() -> AsyncIterator[tuple[Llm, Feed]]:
     """Open an `Llm` on a `Feed`."""
     feed = Feed()
     _, losses = trio.open_memory_channel[int](0)
-    client = EngineCoreClient(EngineLinks("", "", {0: READY}, feed, feed, losses))
+    client = EngineCoreClient(EngineChannels("", "", {0: READY}, feed, feed, losses))
     async with client.running():
         yield Llm(client), feed
 

@@ -12,7 +12,18 @@ from importlib import import_module
 TYPE_CHECKING = False  # type checkers know better; importing it from typing would take 10 ms
 
 if TYPE_CHECKING:
-    from trio_vllm._errors import (
+    from trio_vllm.client import (
+        Bootstrapped,
+        EngineCoreClient,
+        EngineInfo,
+        HandshakeOwner,
+        KvCacheGroup,
+        OutputStream,
+        PauseMode,
+        StreamOutput,
+        open_client,
+    )
+    from trio_vllm.errors import (
         AddressInUseError,
         ClientClosedError,
         ConfigurationError,
@@ -34,17 +45,6 @@ if TYPE_CHECKING:
         UtilityRefusedError,
         UtilityResultError,
         UtilityTimeoutError,
-    )
-    from trio_vllm.client import (
-        Bootstrapped,
-        EngineCoreClient,
-        EngineFleet,
-        HandshakeOwner,
-        KvCacheGroup,
-        OutputStream,
-        PauseMode,
-        StreamOutput,
-        open_client,
     )
     from trio_vllm.llm import (
         CompletionOutput,
@@ -123,7 +123,7 @@ __all__ = [
     "WeightVersionSpan",
     # The engines' client
     "EngineCoreClient",
-    "EngineFleet",
+    "EngineInfo",
     "KvCacheGroup",
     "OutputStream",
     "PauseMode",
@@ -196,7 +196,7 @@ __all__ = [
     "UtilityTimeoutError",
 ]
 
-_HOMES = ("_errors", "protocol", "client", "llm")
+_HOMES = ("errors", "protocol", "client", "llm")
 """Where the names come from, the cheapest first."""
 
 if not TYPE_CHECKING:  # a type checker would take any name for granted

@@ -34,7 +34,7 @@ from trio_vllm.protocol import (
     decode_engine_message,
     encode_outputs,
 )
-from trio_vllm.transport import FrontendLinks, join_frontend
+from trio_vllm.transport import FrontendChannels, join_frontend
 
 MAX_MODEL_LEN = 512
 
@@ -126,7 +126,7 @@ class FakeEngine:
             ) as links:
                 await self._serve(links)
 
-    async def _serve(self, links: FrontendLinks) -> None:
+    async def _serve(self, links: FrontendChannels) -> None:
         while True:
             for frames in await links.inputs[0].receive_batch(16):
                 message = decode_engine_message(frames)

@@ -12,8 +12,8 @@ import trio
 from tests.memory import MemoryReceiver, MemoryRouter, MemorySender, open_memory_connection
 from tests.ready import ready_response
 
-from trio_vllm._background import running
 from trio_vllm.client import EngineCoreClient
+from trio_vllm.concurrency import running
 from trio_vllm.protocol import (
     EngineId,
     UtilityCallOutput,
@@ -22,7 +22,7 @@ from trio_vllm.protocol import (
     decode_engine_message,
     encode_outputs,
 )
-from trio_vllm.transport import EngineLinks
+from trio_vllm.transport import EngineChannels
 
 
 @attrs.frozen
@@ -77,7 +77,7 @@ async def scripted_engines(
     send_output, outputs = open_memory_connection()
     _, losses = trio.open_memory_channel[int](0)
     responses = {i: ready_response(i, vllm_version=version) for i, version in enumerate(versions)}
-    links = EngineLinks("memory:in", "memory:out", responses, router, outputs, losses)
+    links = EngineChannels("memory:in", "memory:out", responses, router, outputs, losses)
     client = EngineCoreClient(links)
     servers = [
         partial(engines.serve, index, router.connect(EngineId.of(index)), send_output)

@@ -11,8 +11,8 @@ import pytest
 from tests.client.world import make_output, make_request, open_world
 from trio.testing import wait_all_tasks_blocked
 
-from trio_vllm._errors import DecodeError, EngineDeadError
 from trio_vllm.client import OutputStream
+from trio_vllm.errors import DecodeError, EngineDeadError
 from trio_vllm.protocol import (
     EngineCoreSamplingParams,
     Logprobs,

@@ -7,8 +7,8 @@ import trio
 from tests.client.world import make_output, make_request, open_world
 from trio.testing import MockClock, assert_checkpoints, wait_all_tasks_blocked
 
-from trio_vllm._errors import ClientClosedError, EngineDeadError, InternalError
 from trio_vllm.client import OutputStream
+from trio_vllm.errors import ClientClosedError, EngineDeadError, InternalError
 from trio_vllm.protocol import FinishReason
 
 

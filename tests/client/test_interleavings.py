@@ -14,14 +14,14 @@ from tests.client.pair import expected_tokens, step, take
 from tests.client.world import World, make_request, open_world
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from trio_vllm._errors import (
+from trio_vllm.client import OutputStream
+from trio_vllm.errors import (
     ClientClosedError,
     DuplicateRequestIdError,
     EngineCoreError,
     EngineDeadError,
     InvalidDataParallelRankError,
 )
-from trio_vllm.client import OutputStream
 from trio_vllm.mock import MockEngine, MockEngineConfig
 from trio_vllm.protocol import EngineCoreRequest, FinishReason
 

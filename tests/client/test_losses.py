@@ -10,15 +10,15 @@ import trio
 from tests.client.world import World, make_output, make_request, open_world
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from trio_vllm._errors import DecodeError, EngineDeadError, PeerGoneError
 from trio_vllm.client import OutputStream
-from trio_vllm.client._lives import (
+from trio_vllm.client.engines import (
     CONNECTION_LOST,
     FAREWELL_GRACE,
     LOSS_GRACE,
     REPORTED_DEATH,
     UNREADABLE,
 )
+from trio_vllm.errors import DecodeError, EngineDeadError, PeerGoneError
 from trio_vllm.protocol import FinishReason, SchedulerStats
 
 

@@ -10,10 +10,11 @@ import trio
 from tests.client.world import World, make_output, make_request, open_world
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from trio_vllm._background import running
-from trio_vllm._errors import PeerGoneError
-from trio_vllm.client import OutputStream, _pump
-from trio_vllm.client._outbox import HOLD, Outbox
+from trio_vllm.client import OutputStream
+from trio_vllm.client import core as _pump
+from trio_vllm.client.core import HOLD, Outbox
+from trio_vllm.concurrency import running
+from trio_vllm.errors import PeerGoneError
 from trio_vllm.protocol import (
     Buffer,
     EngineId,

@@ -10,14 +10,14 @@ import pytest
 from tests.client.world import make_request, open_world
 from tests.ready import ready_response
 
-from trio_vllm._errors import ClientClosedError, ConfigurationError, InvalidFieldError
-from trio_vllm.client import Bootstrapped, EngineFleet, HandshakeOwner, OutputStream, open_client
+from trio_vllm.client import Bootstrapped, EngineInfo, HandshakeOwner, OutputStream, open_client
+from trio_vllm.errors import ClientClosedError, ConfigurationError, InvalidFieldError
 from trio_vllm.protocol import KvEventsConfig
-from trio_vllm.transport import EngineLinks
+from trio_vllm.transport import EngineChannels
 
 
-def fleet(*changes: dict[str, Any]) -> EngineFleet:
-    return EngineFleet({index: ready_response(index, **c) for index, c in enumerate(changes)})
+def fleet(*changes: dict[str, Any]) -> EngineInfo:
+    return EngineInfo({index: ready_response(index, **c) for index, c in enumerate(changes)})
 
 
 EVENTS = KvEventsConfig(enable_kv_cache_events=True)
@@ -113,12 +113,12 @@ async def test_open_client_runs_a_client_over_its_links(monkeypatch: pytest.Monk
         links = world.client._links
 
         @asynccontextmanager
-        async def open_frontend(mode: Bootstrapped) -> AsyncIterator[EngineLinks]:
+        async def open_frontend(mode: Bootstrapped) -> AsyncIterator[EngineChannels]:
             assert "tcp://127.0.0.1:1" == mode.input_address
             yield links
 
-        monkeypatch.setattr("trio_vllm.client._opening.open_frontend", open_frontend)
-        monkeypatch.setattr("trio_vllm.client._opening.LEARNING_TIMEOUT", 0.0)
+        monkeypatch.setattr("trio_vllm.client.client.open_frontend", open_frontend)
+        monkeypatch.setattr("trio_vllm.client.client.LEARNING_TIMEOUT", 0.0)
         world.client.close()
         mode = Bootstrapped(input_address="tcp://127.0.0.1:1", output_address="tcp://127.0.0.1:2")
         async with open_client(mode, client_index=2, vocab_size=10) as client:
@@ -133,7 +133,7 @@ async def test_open_client_runs_a_client_over_its_links(monkeypatch: pytest.Monk
 async def test_engines_of_our_handshake_know_one_client(
     monkeypatch: pytest.MonkeyPatch, client_index: int
 ) -> None:
-    monkeypatch.setattr("trio_vllm.client._opening.open_frontend", None)  # no socket is opened
+    monkeypatch.setattr("trio_vllm.client.client.open_frontend", None)  # no socket is opened
     mode = HandshakeOwner(handshake_address="tcp://127.0.0.1:1")
     with pytest.raises(ConfigurationError, match="one output address"):
         async with open_client(mode, client_index=client_index):

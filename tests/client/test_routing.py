@@ -10,8 +10,8 @@ import trio
 from tests.client.world import Engine, World, make_request, open_world
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from trio_vllm._errors import InvalidDataParallelRankError
 from trio_vllm.client import OutputStream
+from trio_vllm.errors import InvalidDataParallelRankError
 from trio_vllm.protocol import (
     AbortRequests,
     EngineCoreRequest,

@@ -9,8 +9,8 @@ import trio
 from tests.client.world import make_output, make_request, open_world
 from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
-from trio_vllm._errors import DuplicateRequestIdError, EmptyPromptError, InvalidFieldError
 from trio_vllm.client import OutputStream
+from trio_vllm.errors import DuplicateRequestIdError, EmptyPromptError, InvalidFieldError
 from trio_vllm.protocol import (
     DpControlOutput,
     EngineCoreRequest,

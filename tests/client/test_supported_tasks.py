@@ -13,7 +13,10 @@ from tests.client.scripted import Failure, scripted_engines
 from tests.client.world import World, make_request, open_world
 from trio.testing import MockClock, assert_checkpoints, wait_all_tasks_blocked
 
-from trio_vllm._errors import (
+from trio_vllm.client import EngineCoreClient, HandshakeOwner, OutputStream, open_client
+from trio_vllm.client import client as _opening
+from trio_vllm.client.engines import LOSS_GRACE
+from trio_vllm.errors import (
     ClientClosedError,
     DecodeError,
     EngineDeadError,
@@ -22,10 +25,8 @@ from trio_vllm._errors import (
     UtilityResultError,
     UtilityTimeoutError,
 )
-from trio_vllm.client import EngineCoreClient, HandshakeOwner, OutputStream, _opening, open_client
-from trio_vllm.client._lives import LOSS_GRACE
 from trio_vllm.protocol import EngineCoreRequest, PoolingParams
-from trio_vllm.transport import EngineLinks
+from trio_vllm.transport import EngineChannels
 
 ASKED: list[tuple[str, list[object]]] = [("get_supported_tasks", [])]
 
@@ -237,7 +238,7 @@ async def opened_over(
     """`open_client`, with the connections of a world whose own client is closed."""
 
     @asynccontextmanager
-    async def open_frontend(_mode: object) -> AsyncIterator[EngineLinks]:
+    async def open_frontend(_mode: object) -> AsyncIterator[EngineChannels]:
         yield world.client._links
 
     monkeypatch.setattr(_opening, "open_frontend", open_frontend)

@@ -11,16 +11,16 @@ from tests.client.scripted import NEVER, Answer, Failure, scripted_engines
 from tests.recorded import recording
 from trio.testing import assert_checkpoints
 
-from trio_vllm._errors import (
+from trio_vllm.client import EngineCoreClient
+from trio_vllm.client.utility_calls import KvCacheGroup
+from trio_vllm.client.utility_methods import PauseMode
+from trio_vllm.errors import (
     InconsistentUtilityResultsError,
     UtilityCallFailedError,
     UtilityRefusedError,
     UtilityResultError,
     UtilityTimeoutError,
 )
-from trio_vllm.client import EngineCoreClient
-from trio_vllm.client._utilities import PauseMode
-from trio_vllm.client._utility_rules import KvCacheGroup
 from trio_vllm.protocol import LoRARequest
 
 Call = Callable[[EngineCoreClient], Awaitable[Any]]

@@ -11,7 +11,7 @@ import trio
 from tests.client.world import World, open_world
 from trio.testing import MockClock, assert_checkpoints, wait_all_tasks_blocked
 
-from trio_vllm._errors import (
+from trio_vllm.errors import (
     ClientClosedError,
     EngineDeadError,
     UtilityCallFailedError,

@@ -15,8 +15,8 @@ from tests.memory import MemoryReceiver, MemoryRouter, MemorySender, open_memory
 from tests.ready import ready_response
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from trio_vllm._errors import DecodeError
 from trio_vllm.client import EngineCoreClient, OutputStream
+from trio_vllm.errors import DecodeError
 from trio_vllm.protocol import (
     COORDINATOR_READY,
     SUBSCRIBE,
@@ -33,7 +33,7 @@ from trio_vllm.protocol import (
     encode_coordinator_stats,
     encode_outputs,
 )
-from trio_vllm.transport import EngineLinks, FollowerLinks, LeaderLinks
+from trio_vllm.transport import EngineChannels, FollowerChannels, LeaderChannels
 
 
 @attrs.define
@@ -95,13 +95,13 @@ async def open_lockstep(
         index: ready_response(index, vllm_version=version, data_parallel_size=data_parallel_size)
         for index in range(2)
     }
-    coordination: LeaderLinks | FollowerLinks = (
-        LeaderLinks(client_sends, subscriptions, client_receives)
+    coordination: LeaderChannels | FollowerChannels = (
+        LeaderChannels(client_sends, subscriptions, client_receives)
         if leads
-        else FollowerLinks(client_receives, client_sends)
+        else FollowerChannels(client_receives, client_sends)
     )
     client = EngineCoreClient(
-        EngineLinks("in", "out", responses, router, outputs, losses, coordination)
+        EngineChannels("in", "out", responses, router, outputs, losses, coordination)
     )
     inboxes = [router.connect(EngineId.of(index)) for index in responses]
     async with client.running():

@@ -31,7 +31,7 @@ from trio_vllm.protocol import (
     decode_engine_message,
     encode_outputs,
 )
-from trio_vllm.transport import EngineLinks
+from trio_vllm.transport import EngineChannels
 
 
 @attrs.define
@@ -181,7 +181,7 @@ async def open_world(
         )
         for index in responses
     ]
-    links = EngineLinks("memory:in", "memory:out", responses, router, outputs, losses)
+    links = EngineChannels("memory:in", "memory:out", responses, router, outputs, losses)
     client = EngineCoreClient(links, **(client_options or {}))
     async with client.running():
         yield World(client, engines, send_outputs)

@@ -8,7 +8,7 @@ import pytest
 from tests.llm.world import make_prompt, open_llm_world
 from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
-from trio_vllm._errors import ClientClosedError, DuplicateRequestIdError
+from trio_vllm.errors import ClientClosedError, DuplicateRequestIdError
 from trio_vllm.protocol import FinishReason
 
 

@@ -10,7 +10,7 @@ from tests.client.world import make_output
 from tests.llm.world import make_prompt, open_llm_world
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from trio_vllm._errors import DecodeError, EngineDeadError
+from trio_vllm.errors import DecodeError, EngineDeadError
 from trio_vllm.llm import Usage
 from trio_vllm.protocol import FinishReason, PrefillStats
 

@@ -12,7 +12,7 @@ from tests.client.world import make_output
 from tests.llm.world import LlmWorld, make_prompt, open_llm_world
 from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
-from trio_vllm._errors import ClientClosedError, EmptyPromptError, UnsupportedFieldError
+from trio_vllm.errors import ClientClosedError, EmptyPromptError, UnsupportedFieldError
 from trio_vllm.llm import EncodeRequest
 from trio_vllm.protocol import (
     FinishReason,

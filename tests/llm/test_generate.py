@@ -13,7 +13,7 @@ from tests.llm.logprobs import make_logprobs
 from tests.llm.world import make_prompt, open_llm_world
 from trio.testing import MockClock, assert_checkpoints, wait_all_tasks_blocked
 
-from trio_vllm._errors import (
+from trio_vllm.errors import (
     ClientClosedError,
     DecodeError,
     EmptyPromptError,

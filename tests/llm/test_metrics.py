@@ -15,7 +15,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_vllm.client import Sink
 from trio_vllm.llm import Llm
-from trio_vllm.llm._collector import Collector
+from trio_vllm.llm.collector import Collector
 from trio_vllm.llm.metrics import LlmMetrics
 from trio_vllm.protocol import (
     EngineCoreEvent,

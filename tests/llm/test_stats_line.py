@@ -16,7 +16,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_vllm.client import EngineCoreClient
 from trio_vllm.llm import Llm, open_llm
-from trio_vllm.llm._observer import Observer
+from trio_vllm.llm.observers import Observer
 from trio_vllm.protocol import (
     EngineCoreEvent,
     EventType,
@@ -38,7 +38,7 @@ async def open_llm_in_memory(
         async def open_client(*_: object, **__: object) -> AsyncIterator[EngineCoreClient]:
             yield world.client
 
-        monkeypatch.setattr("trio_vllm.llm._llm.open_client", open_client)
+        monkeypatch.setattr("trio_vllm.llm.llm.open_client", open_client)
         mode = HandshakeOwner(handshake_address="tcp://127.0.0.1:1")
         async with open_llm(mode, **options) as llm:
             yield llm, world

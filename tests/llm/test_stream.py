@@ -12,12 +12,7 @@ from tests.llm.logprobs import make_logprobs
 from tests.llm.world import LlmWorld, make_prompt, open_llm_world
 from trio.testing import MockClock, assert_checkpoints, wait_all_tasks_blocked
 
-from trio_vllm._errors import (
-    ClientClosedError,
-    DecodeError,
-    EngineDeadError,
-    InvalidFieldError,
-)
+from trio_vllm.errors import ClientClosedError, DecodeError, EngineDeadError, InvalidFieldError
 from trio_vllm.llm import CompletionOutput, GenerateStream, Llm
 from trio_vllm.protocol import FinishReason
 

@@ -12,7 +12,7 @@ from tests.client.world import Engine, World, make_output, open_world
 from trio.testing import wait_all_tasks_blocked
 
 from trio_vllm.llm import GenerateRequest, Llm
-from trio_vllm.llm._observer import Observer
+from trio_vllm.llm.observers import Observer
 from trio_vllm.protocol import EngineCoreSamplingParams, FinishReason
 
 T = TypeVar("T")

@@ -13,11 +13,10 @@ from tests.memory import MemoryReceiver, MemorySender, open_memory_connection
 from tests.mock.driver import pack_add, raw_request
 from trio.testing import wait_all_tasks_blocked
 
-from trio_vllm._background import running
+from trio_vllm.concurrency import running
 from trio_vllm.mock import MockEngine, MockEngineConfig
-from trio_vllm.mock import _engine_loop as engine_loop
-from trio_vllm.mock._engine_loop import EngineLoop
-from trio_vllm.mock._lockstep import Lockstep
+from trio_vllm.mock import runner as engine_loop
+from trio_vllm.mock.runner import EngineLoop, Lockstep
 from trio_vllm.protocol import (
     COORDINATOR_READY,
     DpControlOutput,
@@ -33,7 +32,7 @@ from trio_vllm.protocol import (
     encode_start_dp_wave,
     encode_utility,
 )
-from trio_vllm.transport import CoordinatorLinks, FrontendLinks
+from trio_vllm.transport import CoordinatorChannels, FrontendChannels
 
 
 class NoLoss:
@@ -87,11 +86,11 @@ async def engine_behind(
     outputs = [open_memory_connection(high_water_mark) for _ in range(client_count)]
     broadcasts, notices = open_memory_connection(), open_memory_connection()
     loss: object = NoLoss()
-    links = FrontendLinks(
+    links = FrontendChannels(
         [receiver for _, receiver in inputs],
         [sender for sender, _ in outputs],
         [loss] * client_count,  # type: ignore[list-item]
-        CoordinatorLinks(broadcasts[1], notices[0], loss) if lockstep else None,  # type: ignore[arg-type]
+        CoordinatorChannels(broadcasts[1], notices[0], loss) if lockstep else None,  # type: ignore[arg-type]
     )
     engine = MockEngine(
         MockEngineConfig(lockstep=lockstep is not None),

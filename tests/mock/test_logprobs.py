@@ -10,7 +10,7 @@ import ormsgpack
 import pytest
 from tests.mock.driver import Driver, drive
 
-from trio_vllm.mock._engine._logprobs import LogprobModel
+from trio_vllm.mock.content import LogprobModel
 from trio_vllm.protocol import Logprobs
 
 

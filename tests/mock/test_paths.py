@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.mock.driver import Driver, drive
 
-from trio_vllm.mock._engine._decode_batch import SEVERAL_STEPS_SIZE
+from trio_vllm.mock.fast_batch import SEVERAL_STEPS_SIZE
 
 IDS = [*"abcdefgh", "a longer id", "ü" * 40, "x" * 300, "y" * 5000, ""]
 

@@ -32,9 +32,9 @@ from trio_vllm.mock import (
     Summary,
     serve_mock_engines,
 )
-from trio_vllm.mock import _serve as serve_module
-from trio_vllm.mock._engine import Outgoing
-from trio_vllm.mock._engine_loop import EngineLoop
+from trio_vllm.mock import serve as serve_module
+from trio_vllm.mock.encoding import Outgoing
+from trio_vllm.mock.runner import EngineLoop
 from trio_vllm.protocol import (
     HandshakeStatus,
     RequestBatchOutputs,
@@ -43,8 +43,8 @@ from trio_vllm.protocol import (
     decode_report,
     encode_init,
 )
-from trio_vllm.transport import _engine as engine_module
-from trio_vllm.transport._context import open_context
+from trio_vllm.transport import engine as engine_module
+from trio_vllm.transport.zmq_context import open_context
 
 TIMEOUT = 10.0
 """Seconds for what must happen."""

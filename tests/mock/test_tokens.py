@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.mock.driver import drive
 
-from trio_vllm.mock._engine._tokens import TokenSource, hash_at, hashes, request_key
+from trio_vllm.mock.content import TokenSource, hash_at, hashes, request_key
 
 U64S = st.integers(0, 2**64 - 1)
 VOCAB_SIZES = st.integers(1, 2**31)

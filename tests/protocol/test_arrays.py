@@ -11,19 +11,14 @@ import pytest
 from tests.protocol.comparing import same
 
 from trio_vllm.protocol import Array, Frames, Tensor
-from trio_vllm.protocol._arrays import (
-    INLINE_LIMIT,
-    NUMPY_ARRAY,
-    TENSOR,
-    TENSOR_AS_NUMPY,
-)
-from trio_vllm.protocol._forms import Form, FormError
-from trio_vllm.protocol._msgpack import pack, unpack
+from trio_vllm.protocol.arrays import INLINE_LIMIT, NUMPY_ARRAY, TENSOR, TENSOR_AS_NUMPY
+from trio_vllm.protocol.codec import Codec, CodecError
+from trio_vllm.protocol.msgpack import pack, unpack
 
 NUMBERS = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"]
 
 
-def sent(form: Form[Any], value: Any) -> tuple[Any, list[Any]]:
+def sent(form: Codec[Any], value: Any) -> tuple[Any, list[Any]]:
     """What comes out at the other end, and the auxiliary frames."""
     aux: list[Any] = []
     payload = pack(form.encode(value, aux))
@@ -33,7 +28,7 @@ def sent(form: Form[Any], value: Any) -> tuple[Any, list[Any]]:
 
 @pytest.mark.parametrize("form", [NUMPY_ARRAY, TENSOR_AS_NUMPY], ids=["numpy", "torch"])
 @pytest.mark.parametrize("dtype", NUMBERS)
-def test_values_arrive(form: Form[Array], dtype: str) -> None:
+def test_values_arrive(form: Codec[Array], dtype: str) -> None:
     for shape in [(), (0,), (3,), (2, 3), (0, 5), (2, 0, 3), (40, 10)]:
         values = (np.arange(np.prod(shape, dtype=int)) % 2).reshape(shape).astype(dtype)
 
@@ -57,7 +52,7 @@ def test_values_arrive(form: Form[Array], dtype: str) -> None:
     ids=lambda values: f"{type(values).__name__}{values.shape}{values.dtype.str}",
 )
 @pytest.mark.parametrize("form", [NUMPY_ARRAY, TENSOR_AS_NUMPY], ids=["numpy", "torch"])
-def test_arrays_of_any_layout_arrive_plain(form: Form[Array], values: Array) -> None:
+def test_arrays_of_any_layout_arrive_plain(form: Codec[Array], values: Array) -> None:
     arrived, _ = sent(form, values)
 
     assert arrived.dtype.str == "<i4"
@@ -66,7 +61,7 @@ def test_arrays_of_any_layout_arrive_plain(form: Form[Array], values: Array) -> 
 
 
 @pytest.mark.parametrize("form", [NUMPY_ARRAY, TENSOR_AS_NUMPY], ids=["numpy", "torch"])
-def test_small_arrays_stay_in_the_payload(form: Form[Array]) -> None:
+def test_small_arrays_stay_in_the_payload(form: Codec[Array]) -> None:
     small, large = np.zeros(INLINE_LIMIT - 1, np.uint8), np.zeros(INLINE_LIMIT, np.uint8)
 
     assert sent(form, small)[1] == []
@@ -78,7 +73,7 @@ def test_scalar_arrays_of_numpy_always_stay_in_the_payload() -> None:
 
 
 @pytest.mark.parametrize("form", [NUMPY_ARRAY, TENSOR_AS_NUMPY, TENSOR])
-def test_large_arrays_are_not_copied(form: Form[Any]) -> None:
+def test_large_arrays_are_not_copied(form: Codec[Any]) -> None:
     values = np.arange(1000, dtype="<i4").reshape(10, 100)
     value = Tensor.from_numpy(values) if form is TENSOR else values
     aux: list[Any] = []
@@ -96,7 +91,7 @@ def test_large_arrays_are_not_copied(form: Form[Any]) -> None:
 @pytest.mark.parametrize("size", [0, 4, 4000])
 @pytest.mark.parametrize("kind", [bytes, lambda b: memoryview(bytearray(b))], ids=["ro", "rw"])
 @pytest.mark.parametrize("form", [NUMPY_ARRAY, TENSOR_AS_NUMPY], ids=["numpy", "torch"])
-def test_what_was_read_cannot_be_written(form: Form[Array], size: int, kind: Any) -> None:
+def test_what_was_read_cannot_be_written(form: Codec[Array], size: int, kind: Any) -> None:
     dtype = "<i4" if form is NUMPY_ARRAY else "int32"
 
     arrived = form.decode([dtype, [size // 4], 1], [b"", kind(bytes(size))])
@@ -186,11 +181,11 @@ BAD: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(
     "form", [NUMPY_ARRAY, TENSOR, TENSOR_AS_NUMPY], ids=["numpy", "torch", "as"]
 )
-def test_bad_array_is_refused(form: Form[Any], raw: Any, where: str) -> None:
+def test_bad_array_is_refused(form: Codec[Any], raw: Any, where: str) -> None:
     if form is not NUMPY_ARRAY and type(raw) is list and raw[:1] == ["<i4"]:
         raw = ["int32", *raw[1:]]
 
-    with pytest.raises(FormError) as caught:
+    with pytest.raises(CodecError) as caught:
         form.decode(raw, FRAMES)
 
     assert where == caught.value.where
@@ -203,9 +198,9 @@ def test_empty_tensor_of_any_shape_has_its_values(dtype: str, shape: list[int]) 
 
 
 def test_torch_and_numpy_names_are_not_mixed_up() -> None:
-    with pytest.raises(FormError, match="name of a number type"):
+    with pytest.raises(CodecError, match="name of a number type"):
         TENSOR.decode(["<i4", [2], RAW], [])
-    with pytest.raises(FormError, match="name of a number type"):
+    with pytest.raises(CodecError, match="name of a number type"):
         NUMPY_ARRAY.decode(["bfloat16", [4], RAW], [])
 
 
@@ -225,8 +220,8 @@ def test_torch_and_numpy_names_are_not_mixed_up() -> None:
     ],
 )
 @pytest.mark.parametrize("form", [NUMPY_ARRAY, TENSOR], ids=["numpy", "torch"])
-def test_what_is_no_array_of_numbers_is_not_written(form: Form[Any], value: Any) -> None:
-    with pytest.raises(FormError, match=r"must be (a|an) "):
+def test_what_is_no_array_of_numbers_is_not_written(form: Codec[Any], value: Any) -> None:
+    with pytest.raises(CodecError, match=r"must be (a|an) "):
         form.encode(value, [])
 
 
@@ -243,7 +238,7 @@ def test_what_is_no_array_of_numbers_is_not_written(form: Form[Any], value: Any)
     ],
 )
 def test_inconsistent_tensor_is_not_written(tensor: Tensor, where: str) -> None:
-    with pytest.raises(FormError) as caught:
+    with pytest.raises(CodecError) as caught:
         TENSOR.encode(tensor, [])
 
     assert where == caught.value.where

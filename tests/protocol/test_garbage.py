@@ -17,17 +17,17 @@ from tests.protocol.strategies import packable
 from tests.protocol.test_vectors import MESSAGES, read
 from tests.recorded import Message
 
-from trio_vllm._errors import DecodeError
+from trio_vllm.errors import DecodeError
 from trio_vllm.protocol import (
-    RowBatch,
+    UndecodedBatch,
     decode_coordinator_broadcast,
     decode_coordinator_stats,
     decode_engine_message,
     decode_init,
     decode_outputs,
+    decode_outputs_lazily,
     decode_ready_response,
     decode_report,
-    open_outputs,
     plain_token_ids,
 )
 
@@ -36,8 +36,8 @@ Frames = list[bytes]
 
 def read_rows(frames: Frames) -> None:
     """Read outputs as a client does."""
-    batch = open_outputs(frames)
-    if isinstance(batch, RowBatch):
+    batch = decode_outputs_lazily(frames)
+    if isinstance(batch, UndecodedBatch):
         batch.decode_stats()
         for row in batch.rows:
             if plain_token_ids(row) is None:

@@ -10,11 +10,11 @@ from tests.protocol.comparing import unpacked
 from tests.protocol.packing import pack
 from tests.ready import ready_response
 
-from trio_vllm._errors import DecodeError
+from trio_vllm.errors import DecodeError
 from trio_vllm.protocol import (
+    CodecError,
     EngineAddresses,
     EngineId,
-    FormError,
     HandshakeInit,
     HandshakeReport,
     HandshakeStatus,
@@ -89,7 +89,7 @@ def test_init_arrives() -> None:
 
 @pytest.mark.parametrize("value", [None, True, 1.5, ["a"], [None], {}, 2**63, "\ud800"])
 def test_parallel_setting_that_an_engine_refuses_is_not_written(value: Any) -> None:
-    with pytest.raises(FormError, match=r"parallel_config\['a'\]"):
+    with pytest.raises(CodecError, match=r"parallel_config\['a'\]"):
         encode_init(HandshakeInit(addresses=ADDRESSES, parallel_config={"a": value}))
 
 

@@ -19,14 +19,9 @@ from tests.protocol.strategies import (
 )
 from tests.protocol.test_requests_arrive import LIMITS, arrived
 
-from trio_vllm._errors import InvalidFieldError, RequestError
-from trio_vllm.protocol import (
-    EngineCoreRequest,
-    Tensor,
-    check_request,
-    encode_add,
-    resolve_request,
-)
+from trio_vllm.client.input_processing import check_request, fill_defaults
+from trio_vllm.errors import InvalidFieldError, RequestError
+from trio_vllm.protocol import EngineCoreRequest, Tensor, encode_add
 
 
 def parts(value: Any) -> Iterator[Any]:
@@ -88,7 +83,7 @@ def test_junk_is_refused_or_arrives(
     make: Callable[[], EngineCoreRequest], index: int, name: str
 ) -> None:
     for request in spoiled(make(), index, name):
-        resolved = resolve_request(request)
+        resolved = fill_defaults(request)
         error = refusal(resolved)
         if error is None:
             arrived(resolved)
@@ -112,7 +107,7 @@ def test_neither_check_nor_resolution_changes_the_request(
     request = make()
     before = copy.deepcopy(request)
 
-    check_request(resolve_request(request, 5, "guidance"), LIMITS)
+    check_request(fill_defaults(request, 5, "guidance"), LIMITS)
     encode_add(request)
 
     assert same(before, request)

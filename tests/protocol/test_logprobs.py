@@ -12,10 +12,10 @@ from tests.protocol.comparing import same
 from tests.protocol.packing import pack
 from tests.protocol.test_outputs import full_output, row
 
-from trio_vllm._errors import DecodeError
+from trio_vllm.errors import DecodeError
 from trio_vllm.protocol import (
+    CodecError,
     EngineCoreOutput,
-    FormError,
     Logprobs,
     RequestBatchOutputs,
     SamplingMask,
@@ -47,7 +47,7 @@ def logprobs(ids: Any, values: Any, ranks: Any) -> EngineCoreOutput:
 def test_log_probabilities_that_do_not_fit_are_not_written(
     ids: Any, values: Any, ranks: Any, where: str
 ) -> None:
-    with pytest.raises(FormError) as caught:
+    with pytest.raises(CodecError) as caught:
         encode_outputs(RequestBatchOutputs(outputs=[logprobs(ids, values, ranks)]))
 
     assert f"outputs[0].new_logprobs{where}" == caught.value.where
@@ -124,7 +124,7 @@ def test_records_cut_and_joined() -> None:
 def test_sampling_mask_that_does_not_fit_is_not_written(mask: SamplingMask, where: str) -> None:
     output = EngineCoreOutput("r", new_sampling_mask=mask)
 
-    with pytest.raises(FormError) as caught:
+    with pytest.raises(CodecError) as caught:
         encode_outputs(RequestBatchOutputs(outputs=[output]))
 
     assert f"outputs[0].new_sampling_mask{where}" == caught.value.where

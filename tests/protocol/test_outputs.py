@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from tests.protocol.comparing import same, unpacked
 from tests.protocol.packing import pack
 
-from trio_vllm._errors import DecodeError
+from trio_vllm.errors import DecodeError
 from trio_vllm.protocol import (
     ENGINE_CORE_DEAD,
+    CodecError,
     CudagraphStats,
     DpControlOutput,
     EngineCoreEvent,
@@ -22,7 +23,6 @@ from trio_vllm.protocol import (
     EngineDead,
     EventType,
     FinishReason,
-    FormError,
     IterationDetails,
     KvCacheEvictionEvent,
     Logprobs,
@@ -32,20 +32,20 @@ from trio_vllm.protocol import (
     RequestBatchOutputs,
     RequestErrorInfo,
     RequestSpecDecodeMetrics,
-    RowBatch,
     SamplingMask,
     SchedulerStats,
     SpecDecodingStats,
     Tensor,
+    UndecodedBatch,
     UtilityCallOutput,
     UtilityOutput,
-    _output_message,
     decode_outputs,
+    decode_outputs_lazily,
     encode_outputs,
-    open_outputs,
     plain_token_ids,
     row_request_id,
 )
+from trio_vllm.protocol import output as _output_message
 
 
 def full_output() -> EngineCoreOutput:
@@ -142,7 +142,7 @@ def test_failed_utility_call_has_no_result() -> None:
     (payload,) = encode_outputs(UtilityCallOutput(output=UtilityOutput(5, "why")))
 
     assert [5, "why", None] == unpacked(bytes(payload))[4]
-    with pytest.raises(FormError, match=r"utility_output\.result must be nil"):
+    with pytest.raises(CodecError, match=r"utility_output\.result must be nil"):
         encode_outputs(UtilityCallOutput(output=UtilityOutput(5, "why", result=1)))
 
 
@@ -185,7 +185,7 @@ def test_failed_utility_call_has_no_result() -> None:
     ],
 )
 def test_bug_of_an_engine_is_a_form_error(outputs: Any, where: str) -> None:
-    with pytest.raises(FormError) as caught:
+    with pytest.raises(CodecError) as caught:
         encode_outputs(outputs)
 
     assert where == caught.value.where
@@ -313,9 +313,9 @@ BAD_ROWS: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("raw", "where"), BAD_ROWS)
 def test_bad_row_hurts_only_its_request(raw: Any, where: str) -> None:
-    batch = open_outputs([pack([4, [["good", [1]], raw]])])
+    batch = decode_outputs_lazily([pack([4, [["good", [1]], raw]])])
 
-    assert isinstance(batch, RowBatch)
+    assert isinstance(batch, UndecodedBatch)
     assert batch.decode_row(batch.rows[0]).request_id == "good"
     with pytest.raises(DecodeError) as caught:
         batch.decode_row(batch.rows[1])
@@ -370,7 +370,7 @@ def test_the_short_cut_for_batches_gives_what_the_long_way_does(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_output_message, "_plain_batch", short_cut)
             try:
-                outcomes.append(open_outputs(frames))
+                outcomes.append(decode_outputs_lazily(frames))
             except DecodeError as error:
                 outcomes.append((error.where, error.reason, error.engine_index))
 
@@ -378,11 +378,11 @@ def test_the_short_cut_for_batches_gives_what_the_long_way_does(
 
 
 def test_statistics_are_read_on_demand() -> None:
-    batch = open_outputs([pack([0, [], {"num_running_reqs": 3, "new_key": 1}])])
-    bare = open_outputs([pack([])])
+    batch = decode_outputs_lazily([pack([0, [], {"num_running_reqs": 3, "new_key": 1}])])
+    bare = decode_outputs_lazily([pack([])])
 
-    assert isinstance(batch, RowBatch)
-    assert isinstance(bare, RowBatch)
+    assert isinstance(batch, UndecodedBatch)
+    assert isinstance(bare, UndecodedBatch)
     assert batch.has_stats
     assert batch.decode_stats() == SchedulerStats(num_running_reqs=3)
     assert not bare.has_stats

@@ -22,12 +22,12 @@ from trio_vllm.protocol import (
     HandshakeStatus,
     Logprobs,
     RequestBatchOutputs,
-    RowBatch,
     StartDpWave,
+    UndecodedBatch,
     UtilityCallOutput,
     UtilityRequest,
     decode_init,
-    open_outputs,
+    decode_outputs_lazily,
     plain_token_ids,
     row_request_id,
 )
@@ -328,8 +328,8 @@ def test_plain_rows_are_those_with_nothing_but_tokens() -> None:
         for message in scenario.messages:
             if message.channel != "output":
                 continue
-            batch = open_outputs(message.frames)
-            if not isinstance(batch, RowBatch):
+            batch = decode_outputs_lazily(message.frames)
+            if not isinstance(batch, UndecodedBatch):
                 continue
             for row in batch.rows:
                 output = batch.decode_row(row)

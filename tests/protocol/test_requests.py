@@ -10,13 +10,13 @@ import pytest
 from tests.protocol.comparing import unpacked
 from tests.protocol.packing import pack
 
-from trio_vllm._errors import DecodeError, InvalidFieldError
+from trio_vllm.errors import DecodeError, InvalidFieldError
 from trio_vllm.protocol import (
     AbortRequests,
+    CodecError,
     CoordinatorStats,
     EngineCoreRequest,
     EngineLoad,
-    FormError,
     SamplingParams,
     StartDpWave,
     UtilityRequest,
@@ -294,4 +294,4 @@ def test_error_of_a_caller_names_the_field_and_the_request() -> None:
 
     assert caught.value.request_id == "r"
     assert caught.value.field == "sampling_params.extra_args['a'][0]"
-    assert isinstance(caught.value.__cause__, FormError)
+    assert isinstance(caught.value.__cause__, CodecError)

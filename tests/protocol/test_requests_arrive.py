@@ -7,14 +7,8 @@ from hypothesis import given
 from tests.protocol import strategies as some
 from tests.protocol.comparing import same
 
-from trio_vllm.protocol import (
-    EngineCoreRequest,
-    RequestLimits,
-    check_request,
-    decode_engine_message,
-    encode_add,
-    resolve_request,
-)
+from trio_vllm.client.input_processing import RequestLimits, check_request, fill_defaults
+from trio_vllm.protocol import EngineCoreRequest, decode_engine_message, encode_add
 
 LIMITS = RequestLimits(max_model_len=some.CONTEXT, vocab_size=some.VOCABULARY)
 
@@ -29,7 +23,7 @@ def arrived(request: EngineCoreRequest) -> EngineCoreRequest:
 
 @given(some.requests())
 def test_good_requests_pass_and_arrive(request: EngineCoreRequest) -> None:
-    resolved = resolve_request(request, request.client_index)
+    resolved = fill_defaults(request, request.client_index)
     check_request(resolved, LIMITS)
 
     message = arrived(resolved)

@@ -9,18 +9,18 @@ import attrs
 import numpy as np
 import pytest
 
+from trio_vllm.client.input_processing import fill_defaults
 from trio_vllm.protocol import (
     EngineCoreRequest,
     PoolingParams,
     SamplingParams,
     StructuredOutputsParams,
-    resolve_request,
 )
 
 
 def resolved(**fields: Any) -> SamplingParams:
     request = EngineCoreRequest(request_id="r", sampling_params=SamplingParams(**fields))
-    params = resolve_request(request).sampling_params
+    params = fill_defaults(request).sampling_params
     assert params is not None
     return params
 
@@ -28,13 +28,13 @@ def resolved(**fields: Any) -> SamplingParams:
 def test_nothing_to_fill_in_gives_the_same_request() -> None:
     request = EngineCoreRequest(request_id="r", sampling_params=SamplingParams(temperature=0.5))
 
-    assert resolve_request(request) is request
+    assert fill_defaults(request) is request
 
 
 def test_client_index_is_set_in_a_copy() -> None:
     request = EngineCoreRequest(request_id="r", pooling_params=PoolingParams(task="embed"))
 
-    copy = resolve_request(request, 3)
+    copy = fill_defaults(request, 3)
 
     assert copy.client_index == 3
     assert request.client_index == 0
@@ -114,7 +114,7 @@ def test_structured_outputs_get_a_backend() -> None:
         request_id="r", sampling_params=SamplingParams(structured_outputs=given)
     )
 
-    params = resolve_request(request, 0, "guidance").sampling_params
+    params = fill_defaults(request, 0, "guidance").sampling_params
 
     assert params is not None
     expected = attrs.evolve(given, backend="guidance", backend_was_auto=True)
@@ -135,7 +135,7 @@ def test_copy_keeps_every_other_field() -> None:
     params = SamplingParams(**sampling)
     request = EngineCoreRequest(**(fields | {"sampling_params": params}))
 
-    copy = resolve_request(request, 5)
+    copy = fill_defaults(request, 5)
 
     for attribute in attrs.fields(EngineCoreRequest):
         if attribute.name not in ("client_index", "sampling_params"):

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trio_vllm._errors import InvalidDataParallelRankError
-from trio_vllm.protocol import Balancer
+from trio_vllm.client.engines import Balancer
+from trio_vllm.errors import InvalidDataParallelRankError
 
 
 def admit(balancer: Balancer, count: int = 1) -> list[int]:

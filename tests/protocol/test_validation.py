@@ -11,7 +11,8 @@ import pytest
 from tests.protocol.strategies import embeds_prompt, mixed_prompt
 from tests.recorded import recording
 
-from trio_vllm._errors import EmptyPromptError, InvalidFieldError, UnsupportedFieldError
+from trio_vllm.client.input_processing import RequestLimits, check_request
+from trio_vllm.errors import EmptyPromptError, InvalidFieldError, UnsupportedFieldError
 from trio_vllm.protocol import (
     EngineCoreRequest,
     LateChunkingParams,
@@ -21,11 +22,9 @@ from trio_vllm.protocol import (
     PlaceholderRange,
     PoolingParams,
     RepetitionDetectionParams,
-    RequestLimits,
     SamplingParams,
     StructuredOutputsParams,
     Tensor,
-    check_request,
     decode_engine_message,
     decode_ready_response,
 )

@@ -9,7 +9,7 @@ import pytest
 from tests.protocol.comparing import json_view, reflects, same, unpacked
 from tests.recorded import Message, recordings
 
-from trio_vllm._errors import InvalidFieldError
+from trio_vllm.errors import InvalidFieldError
 from trio_vllm.protocol import (
     COORDINATOR_READY,
     ENGINE_CORE_DEAD,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.recorded import recording
 
-from trio_vllm._errors import DecodeError
+from trio_vllm.errors import DecodeError
 from trio_vllm.protocol import (
     CoordinatorStats,
     DpControlOutput,

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 from tests.transport.peers import ANY_PORT, Pair
 
-from trio_vllm.transport._context import SocketType, ZmqContext, open_context
+from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trio_vllm.transport._socket import ZmqSocket
+from trio_vllm.transport.zmq_socket import ZmqSocket
 
 ANY_PORT = "tcp://127.0.0.1:0"
 

@@ -25,8 +25,8 @@ from trio_vllm.protocol import (
     encode_ready_response,
     encode_report,
 )
-from trio_vllm.transport._context import SocketType, ZmqContext
-from trio_vllm.transport._socket import ZmqSocket
+from trio_vllm.transport.zmq_context import SocketType, ZmqContext
+from trio_vllm.transport.zmq_socket import ZmqSocket
 
 HELLO = encode_report(HandshakeReport(status=HandshakeStatus.HELLO))
 READY = encode_report(HandshakeReport(status=HandshakeStatus.READY))

@@ -8,7 +8,7 @@ import pytest
 import trio
 from tests.transport.peers import ANY_PORT, LIMIT, Pair
 
-from trio_vllm.transport._context import SocketType, ZmqContext
+from trio_vllm.transport.zmq_context import SocketType, ZmqContext
 
 RECEIVES = [("receive_batch", 10_000), ("receive", 2_000), ("receive_with_descriptor", 2_000)]
 

@@ -7,8 +7,7 @@ import pytest
 import trio
 from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
-from trio_vllm.transport._connections import EngineConnections
-from trio_vllm.transport._monitor import PeerEvent, PeerEventKind, PeerMonitor
+from trio_vllm.transport.zmq_monitor import EngineConnections, PeerEvent, PeerEventKind, PeerMonitor
 
 
 class FakeMonitor:

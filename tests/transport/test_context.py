@@ -15,10 +15,11 @@ from tests.transport.peers import ANY_PORT, LIMIT
 from tests.transport.startup import until
 from trio.testing import wait_all_tasks_blocked
 
-from trio_vllm._errors import ConfigurationError
-from trio_vllm.transport import _backlog, _context
-from trio_vllm.transport._context import SocketType, ZmqContext, open_context
-from trio_vllm.transport._socket import ZERO_COPY_SIZE, ZmqSocket
+from trio_vllm.errors import ConfigurationError
+from trio_vllm.transport import zmq_context as _context
+from trio_vllm.transport import zmq_socket as _backlog
+from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
+from trio_vllm.transport.zmq_socket import ZERO_COPY_SIZE, ZmqSocket
 
 
 async def test_late_listener_gets_the_last_message_within_the_linger(tmp_path: Path) -> None:

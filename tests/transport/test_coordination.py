@@ -11,16 +11,16 @@ from tests.transport.peers import LIMIT
 from tests.transport.startup import READY, TICK, RawEngine, beside
 from trio.testing import MockClock
 
-from trio_vllm._errors import ConfigurationError, StartupError
+from trio_vllm.errors import ConfigurationError, StartupError
 from trio_vllm.protocol import EngineAddresses, decode_init, encode_ready_response
 from trio_vllm.transport import (
     Bootstrapped,
-    FollowerLinks,
+    FollowerChannels,
     HandshakeOwner,
-    LeaderLinks,
+    LeaderChannels,
     open_frontend,
 )
-from trio_vllm.transport._context import SocketType, ZmqContext
+from trio_vllm.transport.zmq_context import SocketType, ZmqContext
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ async def test_lead(engines: list[RawEngine], address: str) -> None:
     with trio.fail_after(LIMIT):
         async with beside(start_all), open_frontend(mode) as links:
             assert [0, 1] == list(links.ready_responses)
-            assert isinstance(links.coordination, LeaderLinks)
+            assert isinstance(links.coordination, LeaderChannels)
             links.coordination.broadcasts.send_nowait([b"\x02", b"\x92\x00\x01"])
             for engine in engines:
                 assert [b"\x02", b"\x92\x00\x01"] == await engine.broadcasts.receive()
@@ -165,7 +165,7 @@ async def test_follow(context: ZmqContext, tmp_path: Path, address: str, told_by
             if told_by == "nobody":
                 assert links.coordination is None
                 return
-            assert isinstance(links.coordination, FollowerLinks)
+            assert isinstance(links.coordination, FollowerChannels)
             assert [b"\x01"] == await publisher.receive()
             publisher.send_nowait([b"published"])
             assert [[b"published"]] == await links.coordination.publications.receive_batch(5)

@@ -9,9 +9,9 @@ import pytest
 import trio
 from tests.transport.peers import ANY_PORT, LIMIT
 
-from trio_vllm._errors import AddressInUseError, ConfigurationError
-from trio_vllm.transport._address import LONGEST_PATH
-from trio_vllm.transport._context import SocketType, ZmqContext, open_context
+from trio_vllm.errors import AddressInUseError, ConfigurationError
+from trio_vllm.transport.address import LONGEST_PATH
+from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
 
 
 def has_ipv6() -> bool:

@@ -22,7 +22,7 @@ from tests.transport.startup import (
 )
 from trio.testing import MockClock, assert_checkpoints
 
-from trio_vllm._errors import ConfigurationError, StartupError
+from trio_vllm.errors import ConfigurationError, StartupError
 from trio_vllm.protocol import (
     EngineId,
     HandshakeInit,
@@ -31,10 +31,11 @@ from trio_vllm.protocol import (
     decode_report,
     encode_init,
 )
-from trio_vllm.transport import FrontendLinks, _engine, join_frontend
-from trio_vllm.transport._context import SocketType, ZmqContext, open_context
-from trio_vllm.transport._outgoing import set_linger
-from trio_vllm.transport._socket import ZmqSocket
+from trio_vllm.transport import FrontendChannels, join_frontend
+from trio_vllm.transport import engine as _engine
+from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
+from trio_vllm.transport.zmq_monitor import set_linger
+from trio_vllm.transport.zmq_socket import ZmqSocket
 
 Script = Callable[[RawFrontend], Awaitable[object]]
 
@@ -94,7 +95,7 @@ async def fail(frontend: RawFrontend, script: Script, timeout: float = math.inf)
     return caught.value
 
 
-async def check_links(links: FrontendLinks, frontend: RawFrontend) -> None:
+async def check_links(links: FrontendChannels, frontend: RawFrontend) -> None:
     """Each client's request arrives, and each gets its own outputs."""
     for client, (requests, outputs) in enumerate(
         zip(frontend.inputs, frontend.outputs, strict=True)

@@ -25,21 +25,11 @@ from tests.transport.startup import (
 from tests.transport.test_endpoints import has_ipv6
 from trio.testing import MockClock
 
-from trio_vllm._errors import (
-    AddressInUseError,
-    ConfigurationError,
-    PeerGoneError,
-    StartupError,
-)
+from trio_vllm.errors import AddressInUseError, ConfigurationError, PeerGoneError, StartupError
 from trio_vllm.protocol import EngineAddresses, EngineId
-from trio_vllm.transport import (
-    Bootstrapped,
-    EngineLinks,
-    HandshakeOwner,
-    _frontend,
-    open_frontend,
-)
-from trio_vllm.transport._context import SocketType, ZmqContext, open_context
+from trio_vllm.transport import Bootstrapped, EngineChannels, HandshakeOwner, open_frontend
+from trio_vllm.transport import frontend as _frontend
+from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
 
 Script = Callable[[], Awaitable[object]]
 
@@ -54,7 +44,7 @@ def engine(context: ZmqContext, address: str) -> RawEngine:
     return RawEngine(context, address)
 
 
-async def check_links(links: EngineLinks, engine: RawEngine) -> None:
+async def check_links(links: EngineChannels, engine: RawEngine) -> None:
     """A request arrives at this engine, an output from it, and its end is known."""
     links.requests.send_nowait([engine.engine_id, b"\x00", b"request"])
     assert [b"\x00", b"request"] == await engine.input.receive()

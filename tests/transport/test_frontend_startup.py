@@ -8,12 +8,11 @@ from tests.ready import ready_response
 from tests.transport.test_connections import FakeMonitor
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from trio_vllm._errors import StartupError
+from trio_vllm.errors import StartupError
 from trio_vllm.protocol import EngineId, encode_ready_response
-from trio_vllm.transport._channels import Frames
-from trio_vllm.transport._connections import EngineConnections
-from trio_vllm.transport._frontend_startup import StartupRun
-from trio_vllm.transport._monitor import PeerEventKind
+from trio_vllm.transport.channels import Frames
+from trio_vllm.transport.frontend_startup import StartupRun
+from trio_vllm.transport.zmq_monitor import EngineConnections, PeerEventKind
 
 TIMEOUT = 10.0
 

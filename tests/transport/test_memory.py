@@ -7,9 +7,9 @@ import trio
 from tests.memory import MemoryRouter, open_memory_connection
 from tests.transport.peers import ANY_PORT, LIMIT
 
-from trio_vllm._errors import PeerGoneError
-from trio_vllm.transport._channels import FrameReceiver, FrameSender
-from trio_vllm.transport._context import SocketType, ZmqContext
+from trio_vllm.errors import PeerGoneError
+from trio_vllm.transport.channels import FrameReceiver, FrameSender
+from trio_vllm.transport.zmq_context import SocketType, ZmqContext
 
 Ends = tuple[FrameSender, FrameReceiver]
 

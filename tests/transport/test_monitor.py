@@ -10,10 +10,10 @@ import trio
 from tests.transport.peers import ANY_PORT, BARE_PEER, LIMIT, ZMQ_PEER, peer_process
 from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
-from trio_vllm._errors import PeerGoneError
-from trio_vllm.transport import _context
-from trio_vllm.transport._context import SocketType, ZmqContext, open_context
-from trio_vllm.transport._monitor import PeerEvent, PeerEventKind, PeerMonitor
+from trio_vllm.errors import PeerGoneError
+from trio_vllm.transport import zmq_context as _context
+from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
+from trio_vllm.transport.zmq_monitor import PeerEvent, PeerEventKind, PeerMonitor
 
 
 async def next_of_kind(monitor: PeerMonitor, kind: PeerEventKind) -> PeerEvent:

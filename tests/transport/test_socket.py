@@ -12,10 +12,10 @@ import trio
 from tests.transport.peers import ANY_PORT, LIMIT, Pair, wait_until_readable
 from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
-from trio_vllm._errors import ConfigurationError, PeerGoneError
-from trio_vllm.transport import _socket
-from trio_vllm.transport._context import SocketType, ZmqContext, open_context
-from trio_vllm.transport._socket import ZERO_COPY_SIZE, ZmqSocket
+from trio_vllm.errors import ConfigurationError, PeerGoneError
+from trio_vllm.transport import zmq_socket as _socket
+from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
+from trio_vllm.transport.zmq_socket import ZERO_COPY_SIZE, ZmqSocket
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import zmq
 from tests.transport.peers import ANY_PORT, LIMIT, Pair
 from trio.testing import wait_all_tasks_blocked
 
-from trio_vllm.transport._context import SocketType, ZmqContext
-from trio_vllm.transport._socket import ZmqSocket
+from trio_vllm.transport.zmq_context import SocketType, ZmqContext
+from trio_vllm.transport.zmq_socket import ZmqSocket
 
 
 @pytest.fixture

@@ -13,10 +13,11 @@ import trio
 from tests.ready import ready_response
 from tests.wire.processes import PeerProcess, peer_process
 
-from trio_vllm._errors import EngineDeadError
-from trio_vllm.client import _opening, open_client
+from trio_vllm.client import client as _opening
+from trio_vllm.client import open_client
+from trio_vllm.errors import EngineDeadError
 from trio_vllm.protocol import EngineCoreRequest, EngineId, SamplingParams
-from trio_vllm.transport import EngineLinks, HandshakeOwner, join_frontend, open_frontend
+from trio_vllm.transport import EngineChannels, HandshakeOwner, join_frontend, open_frontend
 
 LOSS_LIMIT = 10.0
 """Seconds in which the end of a process must be known. Promised are two, but a busy machine may take
@@ -40,7 +41,7 @@ async def engine_processes(address: str, count: int) -> AsyncIterator[list[PeerP
 @asynccontextmanager
 async def frontend_with_engines(
     address: str, count: int, heartbeat_timeout: float = math.inf
-) -> AsyncIterator[tuple[EngineLinks, list[PeerProcess]]]:
+) -> AsyncIterator[tuple[EngineChannels, list[PeerProcess]]]:
     """Requests and outputs go over TCP."""
     mode = HandshakeOwner(
         handshake_address=address, engine_count=count, heartbeat_timeout=heartbeat_timeout

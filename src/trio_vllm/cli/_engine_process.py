@@ -11,10 +11,10 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 
 import trio
 
-from trio_vllm._background import running
 from trio_vllm.cli._guard import guarding
 from trio_vllm.cli._own_engines import EnginesEndedError
 from trio_vllm.cli._process_end import end_in_words
+from trio_vllm.concurrency import running
 
 GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL: what an engine takes for its own cleanup."""

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import trio
 
-from trio_vllm._background import running
 from trio_vllm.cli._mock_options import MockOptions, engines_in_words
 from trio_vllm.cli._process_end import end_in_words
+from trio_vllm.concurrency import running
 
 if TYPE_CHECKING:
     from trio_vllm.mock import Summary

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from trio_vllm._background import running
 from trio_vllm.cli._mock_options import MockOptions
+from trio_vllm.concurrency import running
 
 if TYPE_CHECKING:  # several processes come up faster if this one leaves the engines to them
     from trio_vllm.mock import Summary

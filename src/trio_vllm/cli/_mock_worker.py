@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import trio
 
-from trio_vllm._background import running
 from trio_vllm.cli._mock_options import MockOptions
 from trio_vllm.cli._mock_run import FAILED, set_up_log, told
+from trio_vllm.concurrency import running
 
 if TYPE_CHECKING:
     from trio_vllm.mock import Summary

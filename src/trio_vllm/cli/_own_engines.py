@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 import trio
 
 from trio_vllm import EngineCoreError
-from trio_vllm._background import running
+from trio_vllm.concurrency import running
 from trio_vllm.mock import MockEngineConfig, ServeOptions, serve_mock_engines
 
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import trio
 
-from trio_vllm._background import running
+from trio_vllm.concurrency import running
 
 T = TypeVar("T")
 

@@ -1,8 +1,7 @@
 """The facade: prompts in, completions out."""
 
-from trio_vllm.llm._generation import GenerateStream
-from trio_vllm.llm._llm import Llm, open_llm
-from trio_vllm.llm._output import (
+from trio_vllm.llm.llm import GenerateStream, Llm, open_llm
+from trio_vllm.llm.output import (
     CompletionOutput,
     EncodeOutput,
     GenerateOutput,
@@ -10,7 +9,7 @@ from trio_vllm.llm._output import (
     Usage,
     WeightVersionSpan,
 )
-from trio_vllm.llm._request import EncodeRequest, GenerateRequest
+from trio_vllm.llm.request import EncodeRequest, GenerateRequest
 
 __all__ = [
     "CompletionOutput",

@@ -19,8 +19,7 @@ from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from trio_vllm.llm._observer import FinishedCompletion, Observer
-from trio_vllm.llm._stats_line import waiting_count
+from trio_vllm.llm.observers import FinishedCompletion, Observer, waiting_count
 from trio_vllm.protocol import FinishReason, PrefillStats, SchedulerStats
 
 # Buckets ----------------------------------------------------------------------------------------

@@ -1,16 +1,16 @@
 """The other side: engine cores without a model, to put behind any vLLM frontend."""
 
-from ._engine import (
-    COORDINATOR,
+from trio_vllm.mock.config import MockEngineConfig
+from trio_vllm.mock.encoding import COORDINATOR
+from trio_vllm.mock.engine import MockEngine
+from trio_vllm.mock.events import (
     MessageIgnored,
-    MockEngine,
-    MockEngineConfig,
     RequestFinished,
     RequestRefused,
     RequestStarted,
     Summary,
 )
-from ._serve import ServeOptions, serve_mock_engines
+from trio_vllm.mock.serve import ServeOptions, serve_mock_engines
 
 __all__ = [
     "COORDINATOR",

@@ -4,20 +4,23 @@ Nothing here waits, reads a clock or draws a number. State machines return what 
 Sources: vLLM 0.33.0, ``vllm/v1`` and ``rust/src/engine-core-client``; 0.32.0 is read as well.
 """
 
-from trio_vllm.protocol._arrays import Array, Tensor
-from trio_vllm.protocol._coordination import (
+from trio_vllm.protocol.arrays import Array, Tensor
+from trio_vllm.protocol.codec import Buffer, CodecError, Frames
+from trio_vllm.protocol.coordination import (
     COORDINATOR_READY,
     SUBSCRIBE,
     CoordinatorStats,
     EngineLoad,
     StartDpWave,
+    Waves,
     decode_coordinator_broadcast,
+    decode_coordinator_notice,
     decode_coordinator_stats,
     encode_coordinator_stats,
+    encode_first_request_notice,
     encode_start_dp_wave,
 )
-from trio_vllm.protocol._forms import Buffer, FormError, Frames
-from trio_vllm.protocol._handshake import (
+from trio_vllm.protocol.handshake import (
     MAX_ENGINES,
     EngineAddresses,
     EngineCoreReadyResponse,
@@ -33,58 +36,57 @@ from trio_vllm.protocol._handshake import (
     encode_ready_response,
     encode_report,
 )
-from trio_vllm.protocol._logprobs import Logprobs, PositionLogprobs, SamplingMask, TokenLogprob
-from trio_vllm.protocol._lora import LoRARequest
-from trio_vllm.protocol._multimodal import (
+from trio_vllm.protocol.logprobs import Logprobs, PositionLogprobs, SamplingMask, TokenLogprob
+from trio_vllm.protocol.multimodal import (
     MultiModalFeatureSpec,
     MultiModalField,
     MultiModalFieldElem,
     PlaceholderRange,
 )
-from trio_vllm.protocol._output import (
-    EngineCoreEvent,
-    EngineCoreOutput,
-    EventType,
-    FinishReason,
-    RequestErrorInfo,
-)
-from trio_vllm.protocol._output_message import (
+from trio_vllm.protocol.output import (
     ENGINE_CORE_DEAD,
     DpControlOutput,
+    EngineCoreEvent,
+    EngineCoreOutput,
     EngineCoreOutputs,
     EngineDead,
+    EventType,
+    FinishReason,
     RequestBatchOutputs,
-    RowBatch,
+    RequestErrorInfo,
+    UndecodedBatch,
     UtilityCallOutput,
     decode_outputs,
+    decode_outputs_lazily,
     encode_outputs,
-    open_outputs,
     plain_token_ids,
     row_request_id,
 )
-from trio_vllm.protocol._pooling import LateChunkingParams, LateInteractionParams, PoolingParams
-from trio_vllm.protocol._request import (
+from trio_vllm.protocol.request import (
     AbortRequests,
     EngineCoreRequest,
     EngineMessage,
     KvHintAction,
     KvHintsEnvelope,
+    LateChunkingParams,
+    LateInteractionParams,
+    LoRARequest,
+    PoolingParams,
     RequestType,
     decode_engine_message,
     encode_abort,
     encode_add,
     encode_utility,
+    request_label,
 )
-from trio_vllm.protocol._resolution import resolve_request
-from trio_vllm.protocol._routing import Balancer
-from trio_vllm.protocol._sampling import (
+from trio_vllm.protocol.sampling import (
     EngineCoreSamplingParams,
     RepetitionDetectionParams,
     SamplingParams,
     StructuredOutputsParams,
 )
-from trio_vllm.protocol._startup import FrontendStartup, Phase
-from trio_vllm.protocol._stats import (
+from trio_vllm.protocol.startup import FrontendStartup, Phase
+from trio_vllm.protocol.stats import (
     CudagraphStats,
     IterationDetails,
     KvCacheEvictionEvent,
@@ -95,9 +97,7 @@ from trio_vllm.protocol._stats import (
     SchedulerStats,
     SpecDecodingStats,
 )
-from trio_vllm.protocol._utility import UtilityOutput, UtilityRequest
-from trio_vllm.protocol._validation import RequestLimits, check_request, encode_checked
-from trio_vllm.protocol._wave import Waves, decode_coordinator_notice, encode_first_request_notice
+from trio_vllm.protocol.utility import UtilityOutput, UtilityRequest
 
 __all__ = [
     "COORDINATOR_READY",
@@ -106,7 +106,6 @@ __all__ = [
     "SUBSCRIBE",
     "AbortRequests",
     "Array",
-    "Balancer",
     "Buffer",
     "CoordinatorStats",
     "CudagraphStats",
@@ -124,7 +123,7 @@ __all__ = [
     "EngineMessage",
     "EventType",
     "FinishReason",
-    "FormError",
+    "CodecError",
     "FrontendStartup",
     "Frames",
     "HandshakeInit",
@@ -152,10 +151,9 @@ __all__ = [
     "RepetitionDetectionParams",
     "RequestBatchOutputs",
     "RequestErrorInfo",
-    "RequestLimits",
     "RequestSpecDecodeMetrics",
     "RequestType",
-    "RowBatch",
+    "UndecodedBatch",
     "SamplingMask",
     "SamplingParams",
     "SchedulerStats",
@@ -168,7 +166,6 @@ __all__ = [
     "UtilityOutput",
     "UtilityRequest",
     "Waves",
-    "check_request",
     "decode_coordinator_broadcast",
     "decode_coordinator_notice",
     "decode_coordinator_stats",
@@ -179,7 +176,6 @@ __all__ = [
     "decode_report",
     "encode_abort",
     "encode_add",
-    "encode_checked",
     "encode_coordinator_stats",
     "encode_first_request_notice",
     "encode_init",
@@ -188,8 +184,8 @@ __all__ = [
     "encode_report",
     "encode_start_dp_wave",
     "encode_utility",
-    "open_outputs",
+    "request_label",
+    "decode_outputs_lazily",
     "plain_token_ids",
-    "resolve_request",
     "row_request_id",
 ]

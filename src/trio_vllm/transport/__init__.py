@@ -1,31 +1,32 @@
 """Trio channels over ZeroMQ. Nothing above this package imports zmq."""
 
-from trio_vllm.transport._channels import FrameReceiver, FrameSender
-from trio_vllm.transport._engine import (
-    CoordinatorLinks,
-    FrontendLinks,
+from trio_vllm.transport.channels import FrameReceiver, FrameSender
+from trio_vllm.transport.engine import (
+    CoordinatorChannels,
+    FrontendChannels,
     FrontendLoss,
     join_frontend,
 )
-from trio_vllm.transport._frontend import (
-    EngineLinks,
-    FollowerLinks,
-    LeaderLinks,
+from trio_vllm.transport.frontend import (
+    Bootstrapped,
+    EngineChannels,
+    FollowerChannels,
+    HandshakeOwner,
+    LeaderChannels,
     open_frontend,
 )
-from trio_vllm.transport._modes import Bootstrapped, HandshakeOwner
 
 __all__ = [
     "Bootstrapped",
-    "CoordinatorLinks",
-    "EngineLinks",
-    "FollowerLinks",
+    "CoordinatorChannels",
+    "EngineChannels",
+    "FollowerChannels",
     "FrameReceiver",
     "FrameSender",
-    "FrontendLinks",
+    "FrontendChannels",
     "FrontendLoss",
     "HandshakeOwner",
-    "LeaderLinks",
+    "LeaderChannels",
     "join_frontend",
     "open_frontend",
 ]

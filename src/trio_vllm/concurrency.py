@@ -1,0 +1,126 @@
+"""Tasks that run beside a block of code, and no longer than it.
+
+The only place that takes exceptions out of groups. It keeps all of them out of the nursery, which
+would wrap them, and sorts them when the nursery is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import attrs
+import trio
+
+from trio_vllm.errors import InternalError
+
+# MERGED _waker: One task waiting for another's news, at the lowest price trio has.
+
+
+@asynccontextmanager
+@trio.lowlevel.enable_ki_protection
+async def running(*pumps: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """Run ``pumps`` while the block runs; leaving the block cancels them and waits for their end.
+
+    A pump may return early, but not raise: what a peer does is for the pump to handle, so what it
+    lets out is a bug of ours. It cancels the block. Ctrl-C never strikes in a pump.
+
+    Raises:
+      InternalError: A pump raised; the first exception that one did is the cause.
+      BaseException: What the block raised otherwise, bare and as it was.
+    """
+    crash, block, around = _Caught(), _Caught(), _Caught()
+
+    @trio.lowlevel.enable_ki_protection
+    async def guard(pump: Callable[[], Awaitable[None]]) -> None:
+        pump_end = _Caught()
+        with pump_end:
+            await pump()
+        cause = pump_end.without_cancelled()
+        if cause is None:
+            pump_end.raise_again()
+        elif crash.error is None:
+            crash.error = cause
+            nursery.cancel_scope.cancel(reason=f"{pump!r} crashed")
+
+    with around:
+        async with trio.open_nursery() as nursery:
+            for pump in pumps:
+                nursery.start_soon(guard, pump)
+            with block:
+                yield
+            nursery.cancel_scope.cancel(reason="the block was left")
+    _raise_first(crash, block, around)
+
+
+@attrs.define
+class _Caught:
+    """Catches whatever its block raises, cancellations too; who looks at it must raise it again."""
+
+    error: BaseException | None = None
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        self.error = error
+        return True
+
+    def raise_again(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def without_cancelled(self) -> BaseException | None:
+        """Give the error less the cancellations that are grouped with it; bare, if it is one."""
+        error = self.error
+        while isinstance(error, BaseExceptionGroup):
+            _, rest = error.split(trio.Cancelled)
+            if rest is None or len(rest.exceptions) > 1:
+                return rest
+            (error,) = rest.exceptions
+        return None if isinstance(error, trio.Cancelled) else error
+
+
+def _raise_first(crash: _Caught, block: _Caught, around: _Caught) -> None:
+    """Raise the gravest of what the pumps, the block and scopes around us have raised."""
+    if isinstance(crash.error, Exception):
+        bug = InternalError("a background task crashed, please report this")
+        if (besides := block.without_cancelled()) is not None:
+            bug.add_note(f"Besides, the block raised {besides!r}")
+        raise bug from crash.error
+    for caught in (crash, block, around):
+        caught.raise_again()
+
+
+class Waker:
+    """Lets one task sleep until `wake`; a wake without a sleeper is forgotten.
+
+    A `trio.Event` can be set only once, and a new one for every output would cost more than the
+    output itself.
+    """
+
+    __slots__ = ("_task",)
+
+    def __init__(self) -> None:
+        self._task: trio.lowlevel.Task | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a task sleeps here."""
+        return self._task is not None
+
+    def wake(self) -> None:
+        """Let the sleeper go on, if there is one."""
+        task, self._task = self._task, None
+        if task is not None:
+            trio.lowlevel.reschedule(task)
+
+    async def wait(self) -> None:
+        """Sleep until the next `wake`; `trio.BusyResourceError` if a task sleeps here already."""
+        if self._task is not None:
+            raise trio.BusyResourceError("another task is already waiting for this")
+        self._task = trio.lowlevel.current_task()
+        await trio.lowlevel.wait_task_rescheduled(self._abort)
+
+    def _abort(self, _: trio.lowlevel.RaiseCancelT) -> trio.lowlevel.Abort:
+        self._task = None
+        return trio.lowlevel.Abort.SUCCEEDED

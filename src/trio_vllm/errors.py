@@ -1,0 +1,261 @@
+"""The exceptions of this package, one screen.
+
+Everything that a peer, the network or a bad request can cause derives from `EngineCoreError`; each
+carries fields, and its text is built from them. Misuse by the programmer is a `TypeError`,
+`ValueError` or `RuntimeError`. `InternalError` stands outside: it is a bug of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+
+class EngineCoreError(Exception):
+    """Anything that this package raises about a peer, the network or a request."""
+
+
+class InternalError(Exception):
+    """A background task crashed: a bug of this package, please report it."""
+
+
+@attrs.define(eq=False, str=False)
+class ConfigurationError(EngineCoreError):
+    """An address, a combination of options or an environment that cannot work."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+@attrs.define(eq=False, str=False)
+class AddressInUseError(ConfigurationError):
+    """Somebody else listens on this address."""
+
+    address: str = attrs.field()
+    reason: str = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.reason = f"address {self.address} is already in use"
+
+
+@attrs.define(eq=False, str=False)
+class PeerGoneError(EngineCoreError):
+    """A message was addressed to an engine that is not connected (any more)."""
+
+    engine_id: bytes
+
+    def __str__(self) -> str:
+        return f"no engine with id {self.engine_id.hex()} is connected"
+
+
+@attrs.define(eq=False, str=False)
+class StartupError(EngineCoreError):
+    """The startup of a frontend or an engine did not complete.
+
+    ``phase`` is what was waited for, ``missing_engines`` the indices that had not reached it,
+    ``seconds`` how long the wait lasted, ``notes`` what else was seen (unexpected peers, garbage).
+    """
+
+    phase: str
+    missing_engines: Sequence[int] = ()
+    seconds: float = 0.0
+    notes: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        text = f"startup failed while waiting for {self.phase}"
+        if self.missing_engines:
+            text += f" from engine {', '.join(map(str, self.missing_engines))}"
+        if self.seconds:
+            text += f" (gave up after {self.seconds:g} s)"
+        return "; ".join([text, *self.notes])
+
+
+@attrs.define(eq=False, str=False)
+class EngineDeadError(EngineCoreError):
+    """An engine died or its connection was lost; ``__cause__`` is the first reason, if any."""
+
+    engine_index: int | None
+    reason: str = "connection lost"
+
+    def __str__(self) -> str:
+        who = "an engine" if self.engine_index is None else f"engine {self.engine_index}"
+        return f"{who} is dead: {self.reason}"
+
+
+class ClientClosedError(EngineCoreError):
+    """The client was used after its block was left, or closed while the call was under way."""
+
+    def __str__(self) -> str:
+        return "the client is closed"
+
+
+@attrs.define(eq=False, str=False)
+class RequestError(EngineCoreError):
+    """A request was refused before anything was sent; nothing else is affected."""
+
+    request_id: str
+
+    def __str__(self) -> str:
+        return f"request {self.request_id!r} was refused"
+
+
+@attrs.define(eq=False, str=False)
+class DuplicateRequestIdError(RequestError):
+    """A request with this id is already in flight on this client."""
+
+    def __str__(self) -> str:
+        return f"request id {self.request_id!r} is already in flight"
+
+
+@attrs.define(eq=False, str=False)
+class EmptyPromptError(RequestError):
+    """The request has no prompt token; an engine dies of that."""
+
+    def __str__(self) -> str:
+        return f"request {self.request_id!r} has an empty prompt"
+
+
+@attrs.define(eq=False, str=False)
+class InvalidDataParallelRankError(RequestError):
+    """The request is pinned to a rank that is not (or no longer) connected."""
+
+    data_parallel_rank: int
+    engine_indices: Sequence[int]
+
+    def __str__(self) -> str:
+        return (
+            f"request {self.request_id!r} is pinned to data-parallel rank"
+            f" {self.data_parallel_rank}, connected are {list(self.engine_indices)}"
+        )
+
+
+@attrs.define(eq=False, str=False)
+class InvalidFieldError(RequestError):
+    """A field of the request has a value that the engine would reject or die of."""
+
+    field: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"request {self.request_id!r}: {self.field} {self.reason}"
+
+
+@attrs.define(eq=False, str=False)
+class UnsupportedFieldError(InvalidFieldError):
+    """A field is used that this engine, or this way of calling it, does not support."""
+
+
+@attrs.define(eq=False, str=False)
+class UtilityError(EngineCoreError):
+    """A utility call did not give its result."""
+
+    method: str
+
+    def __str__(self) -> str:
+        return f"utility call {self.method!r} failed"
+
+
+@attrs.define(eq=False, str=False)
+class UtilityRefusedError(UtilityError):
+    """A utility call was refused before anything was sent; ``reason`` says why."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"utility call {self.method!r} was refused: {self.reason}"
+
+
+@attrs.define(eq=False, str=False)
+class UtilityResultError(UtilityError):
+    """All engines ran a utility method, but one gave a result of a wrong type."""
+
+    engine_index: int
+    expected: str
+    result: object
+
+    def __str__(self) -> str:
+        return (
+            f"utility call {self.method!r}: engine {self.engine_index} answered"
+            f" {repr(self.result)[:200]}, not {self.expected}"
+        )
+
+
+@attrs.define(eq=False, str=False)
+class UtilityCallFailedError(UtilityError):
+    """One or more engines answered a utility call with a failure (or died under it).
+
+    ``failures`` maps engine index to its text, ``succeeded`` lists the engines that did run the
+    method, so that a caller can compensate.
+    """
+
+    call_id: int
+    failures: Mapping[int, str]
+    succeeded: Sequence[int] = ()
+
+    def __str__(self) -> str:
+        failures = "; ".join(f"engine {i}: {text}" for i, text in self.failures.items())
+        text = f"utility call {self.method!r} (call id {self.call_id}) failed on {failures}"
+        if self.succeeded:
+            text += f"; it succeeded on engine {', '.join(map(str, self.succeeded))}"
+        return text
+
+
+@attrs.define(eq=False, str=False)
+class UtilityTimeoutError(UtilityError):
+    """Some engines did not answer a utility call in time; they may still run it."""
+
+    call_id: int
+    missing_engines: Sequence[int]
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"utility call {self.method!r} (call id {self.call_id}): no answer from engine"
+            f" {', '.join(map(str, self.missing_engines))} after {self.seconds:g} s"
+        )
+
+
+@attrs.define(eq=False, str=False)
+class InconsistentUtilityResultsError(UtilityError):
+    """Engines that had to agree gave different results."""
+
+    results: Mapping[int, object]
+
+    def __str__(self) -> str:
+        results = "; ".join(f"engine {i}: {value!r}" for i, value in self.results.items())
+        return f"utility call {self.method!r} gave different results: {results}"
+
+
+@attrs.define(eq=False, str=False)
+class DecodeError(EngineCoreError):
+    """A message from a peer does not have the form it must have.
+
+    ``what`` was being decoded, ``where`` in it the fault lies (a path such as ``outputs[3].events``),
+    ``reason`` says what is wrong there.
+    """
+
+    what: str
+    where: str
+    reason: str
+    engine_index: int | None = None
+    request_id: str | None = None
+
+    def __str__(self) -> str:
+        text = f"cannot decode {self.what}"
+        if self.engine_index is not None:
+            text += f" from engine {self.engine_index}"
+        if self.request_id is not None:
+            text += f" for request {self.request_id!r}"
+        if self.where:
+            text += f" at {self.where}"
+        return f"{text}: {self.reason}"
+
+
+def copy_error(error: EngineCoreError) -> EngineCoreError:
+    """An exception like ``error``, to raise: the same one, raised twice, would mix its tracebacks."""
+    again = type(error)(*error.args)
+    again.__cause__ = error.__cause__ or error
+    return again

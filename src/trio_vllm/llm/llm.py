@@ -1,0 +1,350 @@
+"""Waiting for the completions of one prompt."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+
+import attrs
+import trio
+
+from trio_vllm.client import Bootstrapped, EngineCoreClient, HandshakeOwner, open_client
+from trio_vllm.concurrency import Waker, running
+from trio_vllm.errors import copy_error
+from trio_vllm.llm.collector import Collector
+from trio_vllm.llm.observers import ObservedCollector, Observer, StatsLine
+from trio_vllm.llm.output import CompletionOutput, EncodeOutput, GenerateOutput
+from trio_vllm.llm.request import (
+    EncodeRequest,
+    GenerateRequest,
+    Identity,
+    PromptRequest,
+    lower_encode,
+    lower_generate,
+)
+from trio_vllm.protocol import EngineCoreRequest, SchedulerStats
+
+# MERGED llm/_llm: `Llm`: prompts in, completions out, over an `EngineCoreClient`.
+#
+# This is the one place that makes request ids and reads the wall clock. Mirrors ``rust/src/llm`` and,
+# for several completions of one prompt, ``vllm/v1/engine/parallel_sampling.py``.
+
+
+@attrs.define(eq=False)
+class Generation:
+    """The engine requests of one caller's request, which share a waker. One task may wait."""
+
+    external_id: str
+    collectors: Sequence[Collector]
+    _waker: Waker
+    submitted_count: int = attrs.field(default=0, init=False)
+    """How many of them the client has taken."""
+    _turn: int = attrs.field(default=0, init=False)
+    """Which completion may deliver next."""
+
+    async def wait_due(self) -> Collector | None:
+        """Wait until some completion has a delivery; None when all have ended."""
+        await self._wait_for_news()
+        while True:
+            if due := self._next_due():
+                return due
+            self._raise_error()
+            if self._has_ended():
+                return None
+            await self._waker.wait()
+
+    def _next_due(self) -> Collector | None:
+        """One completion after the other: with a slow caller the first might always be due."""
+        collectors, turn = self.collectors, self._turn
+        for number in range(turn, turn + len(collectors)):
+            collector = collectors[number % len(collectors)]
+            if collector.is_due:
+                self._turn = (number + 1) % len(collectors)
+                return collector
+        return None
+
+    async def wait_ended(self) -> None:
+        """Wait for the ends of all completions."""
+        await self._wait_for_news()
+        while not self._has_ended():
+            self._raise_error()
+            await self._waker.wait()
+
+    async def _wait_for_news(self) -> None:
+        """Wait until there may be something new; if there is, only let others run."""
+        if self._has_ended() or any(c.is_due or c.error is not None for c in self.collectors):
+            await trio.lowlevel.checkpoint()
+        else:
+            await self._waker.wait()
+
+    def _has_ended(self) -> bool:
+        return all(collector.finished for collector in self.collectors)
+
+    def _raise_error(self) -> None:
+        for collector in self.collectors:
+            if collector.error is not None:
+                raise copy_error(collector.error)
+
+
+class GenerateStream:
+    """An asynchronous iterator over what is new of a prompt's completions; see `Llm.stream`.
+
+    A caller who is slower than the engine gets several tokens at once. One task at a time may
+    iterate.
+    """
+
+    def __init__(self, generation: Generation) -> None:
+        self.request_id = generation.external_id
+        """The caller's id."""
+        self._generation = generation
+
+    def __aiter__(self) -> GenerateStream:
+        return self
+
+    async def __anext__(self) -> CompletionOutput:
+        """Wait for the next delivery.
+
+        Raises:
+          EngineDeadError: The engine died, or its connection was lost.
+          DecodeError: An output of this request could not be read.
+          ClientClosedError: The client was closed.
+          trio.BusyResourceError: Another task is iterating.
+
+        Cancellation:
+          Loses nothing; what came in the meantime is part of the next delivery.
+        """
+        collector = await self._generation.wait_due()
+        if collector is None:
+            raise StopAsyncIteration
+        return collector.take()
+
+
+FINAL_ONLY = 0
+"""The delivery interval of a request that is waited for to its end."""
+
+
+class Llm:
+    """Token in, token out; made by `open_llm`, or over a client of your own."""
+
+    def __init__(
+        self,
+        client: EngineCoreClient,
+        *,
+        randomize_request_ids: bool = True,
+        stream_interval: int = 1,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        """With ``randomize_request_ids`` engines see ``{request_id}-{8 hex}``.
+
+        Without it they see the caller's ids as they are, which then must be unique. Streams deliver
+        at least ``stream_interval`` tokens at a time after the first; a request can ask for more.
+        """
+        if stream_interval < 1:
+            raise ValueError("stream_interval must be 1 or more")
+        self.client = client
+        self._stream_interval = stream_interval
+        self._randomize = randomize_request_ids
+        self._observers = observers
+        self._clock = time.time
+        self._random = random.Random()  # our own: a program may seed the shared one like others do
+        # By the caller's id; several requests may share it.
+        self._generations: dict[str, list[Generation]] = {}
+        if observers:
+            for observer in observers:
+                observer.start(client.engine_indices, client.max_model_len)
+            client.on_scheduler_stats(self._tell_stats)
+
+    def _tell_stats(self, engine_index: int, stats: SchedulerStats) -> None:
+        for observer in self._observers:
+            observer.scheduler_stats(engine_index, stats)
+
+    async def generate(self, request: GenerateRequest) -> GenerateOutput:
+        """Complete a prompt and wait for the end.
+
+        An abort (by `abort`, or by the engine as it shuts down) is a normal output with
+        `FinishReason.ABORT`; what the engine has against the request is one with
+        `FinishReason.ERROR` and its details.
+
+        Raises:
+          RequestError: The request was refused, nothing was sent.
+          EngineDeadError: The engine died, or its connection was lost.
+          DecodeError: An output of this request could not be read.
+          ClientClosedError: The client is closed.
+
+        Cancellation:
+          Aborts the request.
+        """
+        generation = self._start(*self._lower_generate(request), FINAL_ONLY)
+        try:
+            await generation.wait_ended()
+            return GenerateOutput(
+                request_id=generation.external_id,
+                prompt_token_ids=list(request.prompt_token_ids),
+                completions=[collector.take() for collector in generation.collectors],
+            )
+        finally:
+            self._end(generation)
+
+    @asynccontextmanager
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[GenerateStream]:
+        """Complete a prompt; the block's value iterates over what is new.
+
+        The first token is delivered at once, later ones when ``stream_interval`` of them are there.
+        Leaving the block early, for whatever reason, aborts the request. Entering raises what
+        `generate` raises before anything was sent, iterating the rest.
+        """
+        identity, children = self._lower_generate(request)
+        interval = self._stream_interval
+        if type(asked := request.sampling_params.stream_interval) is int:  # or it is refused
+            interval = max(interval, asked)
+        generation = self._start(identity, children, interval)
+        try:
+            yield GenerateStream(generation)
+        finally:
+            self._end(generation)
+
+    async def encode(self, request: EncodeRequest) -> EncodeOutput:
+        """Pool a prompt. Raises and is cancelled as `generate`.
+
+        A task that the model does not support is refused. If the engines have not said what it
+        supports as the client was opened, they are asked again now, which may raise `UtilityError`.
+        """
+        identity = self._identify(request)
+        await self.client.learn_supported_tasks()
+        generation = self._start(identity, [lower_encode(request, identity)], FINAL_ONLY)
+        try:
+            await generation.wait_ended()
+            (collector,) = generation.collectors
+            return EncodeOutput(
+                request_id=generation.external_id,
+                prompt_token_ids=list(request.prompt_token_ids),
+                data=collector.pooled,
+                completion=collector.take(),
+            )
+        finally:
+            self._end(generation)
+
+    def abort(self, request_ids: Iterable[str] = ()) -> None:
+        """End requests by the caller's ids, each with all engine requests it stands for.
+
+        Unknown and finished ids are ignored. Without ids, everything in flight is aborted. Whoever
+        waits gets what there is, with `FinishReason.ABORT`.
+        """
+        if isinstance(request_ids, str):
+            raise TypeError("request_ids must be several ids, not a string")
+        for external_id in list(request_ids) or list(self._generations):
+            for generation in self._generations.get(external_id, ()):
+                self.client.abort([c.request_id for c in generation.collectors])
+
+    async def shutdown(self) -> None:
+        """Abort everything and close the client; idempotent. Later calls raise `ClientClosedError`."""
+        self.abort()
+        self.client.close()
+        await trio.lowlevel.checkpoint()
+
+    # From the caller's request to the engines' ----------------------------------------------------
+
+    def _identify(self, request: PromptRequest) -> Identity:
+        external_id = request.request_id
+        if external_id is None:
+            external_id = f"{self._random.getrandbits(128):032x}"
+        return Identity(
+            external_id,
+            f"{external_id}-{self._random.getrandbits(32):08x}" if self._randomize else external_id,
+            self._clock() if request.arrival_time is None else request.arrival_time,
+        )
+
+    def _lower_generate(self, request: GenerateRequest) -> tuple[Identity, list[EngineCoreRequest]]:
+        identity = self._identify(request)
+        return identity, lower_generate(request, identity, self.client.max_model_len)
+
+    def _start(
+        self, identity: Identity, children: list[EngineCoreRequest], interval: int
+    ) -> Generation:
+        """Send the engine requests, all or none."""
+        waker = Waker()
+        collectors = [
+            self._collector(child, index, waker, interval) for index, child in enumerate(children)
+        ]
+        generation = Generation(identity.external_id, collectors, waker)
+        self._generations.setdefault(identity.external_id, []).append(generation)
+        try:
+            for child, collector in zip(children, collectors, strict=True):
+                self.client.submit(child, collector)
+                generation.submitted_count += 1
+        except BaseException:
+            self._end(generation)
+            raise
+        return generation
+
+    def _end(self, generation: Generation) -> None:
+        """Abort what has not ended."""
+        submitted = generation.collectors[: generation.submitted_count]
+        for collector in submitted:
+            self.client.drop(collector)
+        generations = self._generations[generation.external_id]
+        generations.remove(generation)
+        if not generations:
+            del self._generations[generation.external_id]
+        if self._observers and submitted:
+            self._tell_end(submitted)
+
+    def _collector(
+        self, request: EngineCoreRequest, index: int, waker: Waker, interval: int
+    ) -> Collector:
+        if not self._observers:
+            return Collector(request, index, waker, self._clock, interval=interval)
+        return ObservedCollector(
+            request, index, waker, self._clock, interval=interval, observers=self._observers
+        )
+
+    def _tell_end(self, collectors: Sequence[Collector]) -> None:
+        for collector in collectors:
+            collector.leave()
+        longest = max(collector.token_count for collector in collectors)
+        for observer in self._observers:
+            observer.request_over(collectors[-1].engine_index, len(collectors), longest)
+
+
+@asynccontextmanager
+async def open_llm(
+    mode: HandshakeOwner | Bootstrapped,
+    *,
+    randomize_request_ids: bool = True,
+    stream_interval: int = 1,
+    client_index: int = 0,
+    vocab_size: int | None = None,
+    structured_outputs_backend: str = "xgrammar",
+    metrics: Observer | None = None,
+    stats_interval: float = math.inf,
+) -> AsyncIterator[Llm]:
+    """Connect to engine cores; the block's value generates. See `Llm` and `open_client`.
+
+    Args:
+      metrics: Counts what happens, such as `trio_vllm.llm.metrics.LlmMetrics`.
+      stats_interval: Seconds between two log lines about throughput and load.
+    """
+    observers = [] if metrics is None else [metrics]
+    pumps = []
+    if stats_interval != math.inf:
+        line = StatsLine(stats_interval)
+        observers.append(line)
+        pumps.append(line.run)
+    async with (
+        open_client(
+            mode,
+            client_index=client_index,
+            vocab_size=vocab_size,
+            structured_outputs_backend=structured_outputs_backend,
+        ) as client,
+        running(*pumps),
+    ):
+        yield Llm(
+            client,
+            randomize_request_ids=randomize_request_ids,
+            stream_interval=stream_interval,
+            observers=observers,
+        )

@@ -1,0 +1,216 @@
+"""Who wants to know what happens to requests: the metrics, the line of statistics."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import attrs
+import trio
+
+from trio_vllm.concurrency import Waker
+from trio_vllm.llm.collector import Collector
+from trio_vllm.llm.output import RequestTimings, Usage
+from trio_vllm.protocol import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EventType,
+    FinishReason,
+    PrefillStats,
+    SchedulerStats,
+)
+
+# MERGED llm/_observed: A collector that tells observers what comes in; only used if there are any.
+# MERGED llm/_stats_line: A log line about throughput and load, every so many seconds.
+#
+# Mirrors ``LoggingStatLogger`` of ``vllm/v1/metrics/loggers.py``, summed over all engines.
+
+
+@attrs.frozen(kw_only=True)
+class FinishedCompletion:
+    """One engine request that is over."""
+
+    finish_reason: FinishReason
+    usage: Usage
+    timings: RequestTimings
+    max_tokens: int | None
+    preemption_count: int
+
+
+class Observer:
+    """Is told of each event, by engine; does nothing. Times are seconds.
+
+    Called in the task that hands out outputs, so it must not wait or raise.
+    """
+
+    def start(self, engine_indices: Iterable[int], max_model_len: int) -> None:
+        """These engines are connected; called once, before everything else."""
+
+    def scheduler_stats(self, engine_index: int, stats: SchedulerStats) -> None:
+        """An engine tells its state."""
+
+    def prefilled(self, engine_index: int, stats: PrefillStats) -> None:
+        """A prompt is in the cache."""
+
+    def first_tokens(self, engine_index: int, seconds: float) -> None:
+        """The first tokens came this long after the request."""
+
+    def tokens(self, engine_index: int, count: int, seconds: float | None) -> None:
+        """Tokens came, this long after the ones before them; None with the first."""
+
+    def preempted(self, engine_index: int) -> None:
+        """A request went back into the queue."""
+
+    def finished(self, engine_index: int, completion: FinishedCompletion) -> None:
+        """An engine request is over; not called for one that failed with its engine."""
+
+    def request_over(self, engine_index: int, completion_count: int, longest: int) -> None:
+        """All completions of a prompt are over; the longest has this many tokens."""
+
+
+class ObservedCollector(Collector):
+    """Tells its observers; otherwise like any other."""
+
+    __slots__ = ("_last_time", "_observers", "_preemption_count")
+
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        index: int,
+        waker: Waker,
+        clock: Callable[[], float],
+        *,
+        interval: int,
+        observers: Sequence[Observer],
+    ) -> None:
+        super().__init__(request, index, waker, clock, interval=interval)
+        self._observers = observers
+        self._last_time: float | None = None
+        self._preemption_count = 0
+
+    def add_tokens(self, token_ids: list[int], timestamp: float, version: str | None) -> None:
+        """See `Sink`."""
+        is_first = self._first_token_time is None
+        super().add_tokens(token_ids, timestamp, version)
+        last, self._last_time = self._last_time, timestamp or None
+        seconds = timestamp - last if timestamp and last is not None else None
+        for observer in self._observers:
+            if is_first and self._first_token_time is not None:
+                observer.first_tokens(
+                    self.engine_index, self._first_token_time - self._arrival_time
+                )
+            observer.tokens(self.engine_index, len(token_ids), seconds)
+
+    def add_output(self, output: EngineCoreOutput, timestamp: float, version: str | None) -> None:
+        """See `Sink`."""
+        super().add_output(output, timestamp, version)
+        for event in output.events or ():
+            if event.type is EventType.PREEMPTED:
+                self._preemption_count += 1
+                for observer in self._observers:
+                    observer.preempted(self.engine_index)
+        if output.prefill_stats is not None:
+            for observer in self._observers:
+                observer.prefilled(self.engine_index, output.prefill_stats)
+        if output.finish_reason is not None:
+            self._tell_end(output.finish_reason)
+
+    def leave(self) -> None:
+        """See `Collector`."""
+        if not self.finished and self.error is None:
+            self._tell_end(FinishReason.ABORT)
+
+    def _tell_end(self, reason: FinishReason) -> None:
+        completion = FinishedCompletion(
+            finish_reason=reason,
+            usage=self._usage(),
+            timings=self._timings(),
+            max_tokens=None if self._params is None else self._params.max_tokens,
+            preemption_count=self._preemption_count,
+        )
+        for observer in self._observers:
+            observer.finished(self.engine_index, completion)
+
+
+_log = logging.getLogger("trio_vllm.llm")
+
+
+@attrs.define
+class _Counts:
+    """What happened since the last line."""
+
+    prompt_tokens: int = 0
+    """Computed ones; those from a cache cost no time."""
+    generation_tokens: int = 0
+    preemptions: int = 0
+    cache_queries: int = 0
+    cache_hits: int = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.prompt_tokens and not self.generation_tokens
+
+
+class StatsLine(Observer):
+    """Counts, and writes the line: as information while there is something to tell, else to debug."""
+
+    def __init__(self, interval: float) -> None:
+        """``interval`` is in seconds."""
+        if not 0 < interval < math.inf:
+            raise ValueError("stats_interval must be above 0")
+        self._interval = interval
+        self._counts = _Counts()
+        self._was_idle = True
+        self._newest: dict[int, SchedulerStats] = {}
+
+    async def run(self) -> None:
+        """Task: write lines, for ever."""
+        while True:
+            await trio.sleep(self._interval)
+            self._write()
+
+    def _write(self) -> None:
+        counts, self._counts = self._counts, _Counts()
+        # One line of zeros shows that the work is done.
+        level = logging.DEBUG if counts.is_idle and self._was_idle else logging.INFO
+        self._was_idle = counts.is_idle
+        stats = list(self._newest.values())
+        usage = sum(s.kv_cache_usage for s in stats) / max(len(stats), 1)
+        parts = [
+            f"prompt throughput {counts.prompt_tokens / self._interval:.1f} tokens/s",
+            f"generation throughput {counts.generation_tokens / self._interval:.1f} tokens/s",
+            f"running {sum(s.num_running_reqs for s in stats)}",
+            f"waiting {sum(waiting_count(s) for s in stats)}",
+            f"KV cache usage {usage:.1%}",
+        ]
+        if counts.preemptions:
+            parts.append(f"preemptions {counts.preemptions}")
+        if counts.cache_queries:
+            parts.append(f"prefix cache hit rate {counts.cache_hits / counts.cache_queries:.1%}")
+        _log.log(level, "%s", ", ".join(parts))
+
+    # Observer -----------------------------------------------------------------------------------
+
+    def scheduler_stats(self, engine_index: int, stats: SchedulerStats) -> None:
+        """See `Observer`."""
+        self._newest[engine_index] = stats
+        self._counts.cache_queries += stats.prefix_cache_stats.queries
+        self._counts.cache_hits += stats.prefix_cache_stats.hits
+
+    def prefilled(self, engine_index: int, stats: PrefillStats) -> None:
+        """See `Observer`."""
+        self._counts.prompt_tokens += stats.num_computed_tokens
+
+    def tokens(self, engine_index: int, count: int, seconds: float | None) -> None:
+        """See `Observer`."""
+        self._counts.generation_tokens += count
+
+    def preempted(self, engine_index: int) -> None:
+        """See `Observer`."""
+        self._counts.preemptions += 1
+
+
+def waiting_count(stats: SchedulerStats) -> int:
+    """Requests that do not run, whatever they wait for."""
+    return stats.num_waiting_reqs + stats.num_skipped_waiting_reqs

@@ -1,0 +1,148 @@
+"""What a caller asks of `Llm`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from trio_vllm.errors import InvalidFieldError
+from trio_vllm.protocol import (
+    EngineCoreRequest,
+    EngineCoreSamplingParams,
+    KvHintsEnvelope,
+    LoRARequest,
+    MultiModalFeatureSpec,
+    PoolingParams,
+)
+
+# MERGED llm/_lowering: From a caller's request to those of the engines.
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class PromptRequest:
+    """What requests of either kind have; mirrors ``GenerateRequest`` of ``rust/src/llm``."""
+
+    request_id: str | None = None
+    """The caller's id; None lets `Llm` choose one. It need not be unique unless randomisation is
+    off."""
+    prompt_token_ids: Sequence[int]
+    mm_features: list[MultiModalFeatureSpec] | None = None
+    arrival_time: float | None = None
+    """UNIX seconds; None is now. Latencies count from here."""
+    lora_request: LoRARequest | None = None
+    cache_salt: str | None = None
+    """Prefix-cache entries are shared only between requests of the same salt."""
+    trace_headers: dict[str, str] | None = None
+    priority: int = 0
+    """Lower is earlier, if the engine schedules by priority."""
+    data_parallel_rank: int | None = None
+    """Pins the request to the engine with this index."""
+    session_id: str | None = None
+    kv_hints: KvHintsEnvelope | None = None
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class GenerateRequest(PromptRequest):
+    """A prompt to complete."""
+
+    sampling_params: EngineCoreSamplingParams = attrs.field(factory=EngineCoreSamplingParams)
+    """``n`` completions are as many engine requests; the seed of the i-th is ``seed + i``.
+    ``max_tokens=None`` is what the model's context leaves."""
+    reasoning_parser_kwargs: dict[str, Any] | None = None
+    reasoning_ended: bool | None = None
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class EncodeRequest(PromptRequest):
+    """A prompt to pool, into an embedding for example."""
+
+    pooling_params: PoolingParams
+
+
+MAX_COMPLETIONS = 16_384
+"""Upstream's default for ``VLLM_MAX_N_SEQUENCES``: each is a request of its own to the engine."""
+
+MAX_SEED = 2**63 - 1
+
+
+@attrs.define
+class Identity:
+    """What a request is called, and when it came."""
+
+    external_id: str
+    internal_id: str
+    arrival_time: float
+
+
+def lower_generate(
+    request: GenerateRequest, identity: Identity, max_model_len: int
+) -> list[EngineCoreRequest]:
+    """One engine request per completion; `InvalidFieldError` if their number makes no sense.
+
+    Children are named and seeded as in ``vllm/v1/engine/parallel_sampling.py``.
+    """
+    params = request.sampling_params
+    _check_completions(params, identity.external_id)
+    if params.max_tokens is None:
+        room = max_model_len - len(request.prompt_token_ids)
+        # For a prompt that leaves no room the client has a better error.
+        params = attrs.evolve(params, max_tokens=max(room, 1))
+    parent = _lower(
+        request,
+        identity,
+        sampling_params=params,
+        reasoning_ended=request.reasoning_ended,
+        reasoning_parser_kwargs=request.reasoning_parser_kwargs,
+    )
+    if params.n == 1:
+        return [parent]
+    return [
+        attrs.evolve(
+            parent,
+            request_id=f"{index}_{identity.internal_id}",
+            sampling_params=attrs.evolve(params, n=1, seed=_child_seed(params.seed, index)),
+        )
+        for index in range(params.n)
+    ]
+
+
+def lower_encode(request: EncodeRequest, identity: Identity) -> EngineCoreRequest:
+    """The engine request that pools a prompt."""
+    return _lower(request, identity, pooling_params=request.pooling_params)
+
+
+def _lower(request: PromptRequest, identity: Identity, **fields: Any) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id=identity.internal_id,
+        external_req_id=identity.external_id,
+        arrival_time=identity.arrival_time,
+        prompt_token_ids=request.prompt_token_ids,
+        mm_features=request.mm_features,
+        lora_request=request.lora_request,
+        cache_salt=request.cache_salt,
+        trace_headers=request.trace_headers,
+        priority=request.priority,
+        data_parallel_rank=request.data_parallel_rank,
+        session_id=request.session_id,
+        kv_hints=request.kv_hints,
+        **fields,
+    )
+
+
+def _check_completions(params: Any, external_id: str) -> None:
+    if not isinstance(params, EngineCoreSamplingParams):
+        raise InvalidFieldError(external_id, "sampling_params", "must be SamplingParams")
+    if type(params.n) is not int or not 1 <= params.n <= MAX_COMPLETIONS:
+        reason = f"must be an integer from 1 to {MAX_COMPLETIONS}"
+        raise InvalidFieldError(external_id, "sampling_params.n", reason)
+    last = _child_seed(params.seed, params.n - 1)
+    if type(last) is int and last > MAX_SEED:
+        reason = f"must leave room for {params.n} seeds below 2**63"
+        raise InvalidFieldError(external_id, "sampling_params.seed", reason)
+
+
+def _child_seed(seed: Any, index: int) -> Any:
+    """Children differ; -1 is no seed. Other types are for the client to refuse."""
+    return seed + index if type(seed) is int and seed != -1 else seed

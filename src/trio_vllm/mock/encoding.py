@@ -1,0 +1,244 @@
+"""Output messages, put together from rows that are encoded already."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+
+from trio_vllm.protocol import (
+    Buffer,
+    EngineCoreOutput,
+    EventType,
+    FinishReason,
+    RequestBatchOutputs,
+    SchedulerStats,
+    encode_outputs,
+)
+
+if TYPE_CHECKING:
+    from trio_vllm.mock.request import Request
+
+# MERGED mock/_engine/_rows: Rows of an output message, written without building objects.
+#
+# A row is an `EngineCoreOutput` as an array that ends with the last field that has a value: readers
+# fill up what is missing (two elements are the least). Token ids are written with a fixed width, also
+# small ones, so that a row keeps its length and its tokens their places from step to step.
+
+
+COORDINATOR = -1
+"""In the place of a client index: the message is for the data-parallel coordinator."""
+
+Outgoing = tuple[int, list[Buffer]]
+"""A client index, or `COORDINATOR`, and the frames to send there."""
+
+_FIELDS = 9
+NIL = b"\xc0"
+
+# What `encode_outputs` writes around the rows of a message without anything else: no engine index
+# of more than one byte and an array header before, nil statistics, time 0.0 and five nils behind.
+_ROWS_END = -len(NIL + b"\xcb" + bytes(8) + NIL * 5)
+_STATS_START, _STATS_END = 3, -len(b"\xcb" + bytes(8) + NIL * 5)
+
+
+@attrs.define
+class Draft:
+    """What one client gets in one step."""
+
+    pieces: list[Buffer] = attrs.field(factory=list)
+    """Encoded rows, one or more a piece."""
+    row_count: int = 0
+    outputs: list[EngineCoreOutput] = attrs.field(factory=list)
+    """Rows of the plain path."""
+    finished: list[str] = attrs.field(factory=list)
+    """Ids of requests that are over."""
+
+    def add(self, piece: Buffer, row_count: int = 1) -> None:
+        """Append encoded rows."""
+        self.pieces.append(piece)
+        self.row_count += row_count
+
+
+class Envelope:
+    """What all messages of an engine have in common around their rows."""
+
+    def __init__(self, engine_index: int, weight_version: str) -> None:
+        # Inside a message of nine fields; indices take one, two or three bytes.
+        index = engine_index.to_bytes(2, "big")
+        packed = index[1:] if engine_index < 128 else b"\xcd" + index
+        self._start = pack_array_header(_FIELDS) + packed
+        self._weight_version = pack_str(weight_version)
+
+    def start(self, row_count: int) -> bytes:
+        """Everything before the rows."""
+        return self._start + pack_array_header(row_count)
+
+    def end(self, finished: Sequence[str] = ()) -> bytes:
+        """Everything behind the time."""
+        listed = pack_strs(finished) if finished else NIL
+        return b"".join((NIL, listed, NIL, NIL, self._weight_version))
+
+    def seal(self, draft: Draft, stats: bytes, now: float) -> list[Buffer]:
+        """The message of a draft; ``stats`` are encoded, nil for none."""
+        pieces, aux = draft.pieces, []
+        row_count = draft.row_count
+        if draft.outputs:
+            rows, *aux = encode_rows(draft.outputs)
+            pieces = [*pieces, rows]
+            row_count += len(draft.outputs)
+        message = (
+            self.start(row_count),
+            *pieces,
+            stats,
+            b"\xcb",
+            pack_double(now),
+            self.end(draft.finished),
+        )
+        return [b"".join(message), *aux]
+
+
+def encode_rows(outputs: list[EngineCoreOutput]) -> list[Buffer]:
+    """Rows one behind the other, and the auxiliary frames that they refer to."""
+    payload, *aux = encode_outputs(RequestBatchOutputs(outputs=outputs))
+    start = 2 + len(pack_array_header(len(outputs)))
+    return [memoryview(payload)[start:_ROWS_END], *aux]
+
+
+class StatsTemplate:
+    """Encoded `SchedulerStats` in which only a few numbers change, all of fixed width."""
+
+    _MARKS = tuple(2**64 - 1 - i for i in range(6))
+
+    def __init__(self) -> None:
+        running, waiting, steps, wave, requests, queries = self._MARKS
+        stats = SchedulerStats(
+            num_running_reqs=running,
+            num_waiting_reqs=waiting,
+            step_counter=steps,
+            current_wave=wave,
+        )
+        stats.prefix_cache_stats.requests = requests
+        stats.prefix_cache_stats.queries = queries
+        payload = bytes(encode_outputs(RequestBatchOutputs(scheduler_stats=stats))[0])
+        self._bytes = bytearray(payload[_STATS_START:_STATS_END])
+        marks = [mark.to_bytes(8, "big") for mark in self._MARKS]
+        self._places = [slice(at, at + 8) for at in map(self._bytes.index, marks)]
+
+    def fill(self, *numbers: int) -> bytes:
+        """The statistics with these numbers.
+
+        They are: requests running and waiting, step and wave (lockstep only), prefix-cache queries
+        since the last statistics in requests and in tokens.
+        """
+        for place, number in zip(self._places, numbers, strict=True):
+            self._bytes[place] = number.to_bytes(8, "big")
+        return bytes(self._bytes)
+
+
+pack_double = struct.Struct(">d").pack
+_pack_u16 = struct.Struct(">H").pack
+_pack_u32 = struct.Struct(">I").pack
+
+
+def pack_u32(value: int) -> bytes:
+    """An unsigned integer of up to 32 bits, always five bytes."""
+    return b"\xce" + _pack_u32(value)
+
+
+def pack_array_header(length: int) -> bytes:
+    """What stands before ``length`` elements."""
+    if length < 16:
+        return bytes((0x90 | length,))
+    return b"\xdc" + _pack_u16(length) if length < 2**16 else b"\xdd" + _pack_u32(length)
+
+
+def pack_str(text: str) -> bytes:
+    """A string."""
+    data = text.encode()
+    length = len(data)
+    if length < 32:
+        return bytes((0xA0 | length,)) + data
+    if length < 2**8:
+        return bytes((0xD9, length)) + data
+    head = b"\xda" + _pack_u16(length) if length < 2**16 else b"\xdb" + _pack_u32(length)
+    return head + data
+
+
+def pack_strs(texts: Iterable[str]) -> bytes:
+    """An array of strings."""
+    packed = [pack_str(text) for text in texts]
+    return pack_array_header(len(packed)) + b"".join(packed)
+
+
+@attrs.frozen
+class TokenCells:
+    """How token ids of one vocabulary are written: a mark and a big-endian number."""
+
+    mark: bytes
+    dtype: np.dtype[Any]
+
+    @classmethod
+    def of(cls, vocab_size: int) -> TokenCells:
+        """The narrowest cells that hold every token of the vocabulary."""
+        if vocab_size <= 2**16:
+            return cls(b"\xcd", np.dtype(">u2"))
+        return cls(b"\xce", np.dtype(">u4"))
+
+    @property
+    def width(self) -> int:
+        """Bytes per cell."""
+        return 1 + self.dtype.itemsize
+
+    def pack(self, tokens: Sequence[int]) -> bytes:
+        """An array of token ids."""
+        size = self.dtype.itemsize
+        cells = [self.mark + token.to_bytes(size, "big") for token in tokens]
+        return pack_array_header(len(cells)) + b"".join(cells)
+
+    def blank(self, count: int) -> bytes:
+        """An array of ``count`` token ids yet to be filled in."""
+        return pack_array_header(count) + (self.mark + bytes(self.dtype.itemsize)) * count
+
+
+# What follows the token ids. Positions 2 to 4 are logprobs and the pooling output.
+_NOTHING_2_TO_4 = NIL * 3
+_NOTHING_5_TO_6 = NIL * 2
+_NOTHING_8_TO_10 = NIL * 3
+_EVENT = b"\x82\xa4type%c\xa9timestamp\xcb%b"
+_PREFILL = (
+    b"\x86\xb1num_prompt_tokens%b\xb3num_computed_tokens%b\xb1num_cached_tokens\x00"
+    b"\xb7num_local_cached_tokens\x00\xbanum_external_cached_tokens\x00"
+    b"\xb9num_cache_creation_tokens\x00"
+)
+
+
+def row(id_and_tokens: bytes, request: Request, *, final: bool) -> bytes:
+    """A row that tells more than tokens: of the request's events, of its end, or of both."""
+    parts = [
+        b"",
+        id_and_tokens,
+        _NOTHING_2_TO_4,
+        _pack_end(request.finish_reason, request.stop_reason) if final else _NOTHING_5_TO_6,
+    ]
+    length = 7
+    if request.events:
+        parts.append(_pack_events(request.events))
+        length = 8
+    if not request.is_prefilled:  # then there are events: it was queued
+        count = pack_u32(request.prompt_len)
+        parts += (_NOTHING_8_TO_10, _PREFILL % (count, count))
+        length = 12
+    parts[0] = pack_array_header(length)
+    return b"".join(parts)
+
+
+def _pack_end(reason: FinishReason, stop_reason: int | None) -> bytes:
+    return bytes((reason,)) + (NIL if stop_reason is None else pack_u32(stop_reason))
+
+
+def _pack_events(events: list[tuple[EventType, float]]) -> bytes:
+    packed = [_EVENT % (kind, pack_double(time)) for kind, time in events]
+    return pack_array_header(len(packed)) + b"".join(packed)

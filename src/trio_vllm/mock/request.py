@@ -1,0 +1,253 @@
+"""One request inside a mock engine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+import numpy as np
+
+from trio_vllm.mock.content import TokenSource, pooled_shape, request_key
+from trio_vllm.protocol import (
+    Array,
+    EngineCoreRequest,
+    EngineCoreSamplingParams,
+    EventType,
+    FinishReason,
+    PoolingParams,
+)
+
+if TYPE_CHECKING:
+    from trio_vllm.mock.config import MockEngineConfig
+    from trio_vllm.mock.fast_batch import Shelf
+
+# MERGED mock/_engine/_admission: Whether an engine takes a request, and where that request will end.
+
+
+@attrs.frozen(kw_only=True)
+class Extras:
+    """What a request wants besides tokens; whoever has some takes the plain path."""
+
+    logprobs: int | None = None
+    """Candidates per token besides the sampled one; -1 is the whole vocabulary."""
+    logprob_token_ids: Sequence[int] | None = None
+    prompt_logprobs: int | None = None
+    prompt_logprob_token_ids: Array | None = None
+    prompt_token_ids: Sequence[int] = ()
+    """Kept only where prompt log probabilities are due."""
+    masked_token_ids: frozenset[int] = frozenset()
+    """Not to be drawn before position ``unmasked_from``."""
+    unmasked_from: int = 0
+    pooling: PoolingParams | None = None
+    trace_headers: dict[str, str] | None = None
+
+
+@attrs.define(eq=False, kw_only=True)
+class Request:
+    """What an engine knows of a request that has not finished."""
+
+    request_id: str
+    client_index: int
+    key: int
+    prompt_len: int
+    end: int
+    """How many tokens it gets in all."""
+    finish_reason: FinishReason = FinishReason.LENGTH
+    """Why it will end there."""
+    stop_reason: int | None = None
+    extras: Extras | None = None
+
+    emitted: int = 0
+    """Tokens that were sent before it joined the batch it is in, or in all on the plain path."""
+    events: list[tuple[EventType, float]] | None = None
+    """What happened to it since its last output that told so."""
+    is_prefilled: bool = False
+    """Whether an output has told of its prefill."""
+
+    # Its place on the fast path.
+    shelf: Shelf | None = None
+    slot: int = 0
+    joined_step: int = 0
+    final_step: int = 0
+
+    @property
+    def is_pooling(self) -> bool:
+        """Whether it wants a vector instead of tokens."""
+        return self.extras is not None and self.extras.pooling is not None
+
+    def note(self, event: EventType, now: float) -> None:
+        """Something happened that the next output shall tell."""
+        self.events = [*(self.events or ()), (event, now)]
+
+
+MAX_NUMBERS = 2**26
+"""Log probabilities, or numbers of a vector, in one output: what they take is memory."""
+
+_SCAN = 4096
+"""Tokens looked at together in the search for a stop token."""
+
+
+@attrs.frozen
+class Refusal:
+    """Why a request gets an error output instead of tokens."""
+
+    message: str
+    code: str = "validation_error"
+    retryable: bool = False
+
+
+@attrs.frozen
+class _End:
+    position: int
+    reason: FinishReason = FinishReason.LENGTH
+    stop_reason: int | None = None
+
+
+@attrs.frozen
+class Admission:
+    """Makes requests of what frontends send, or says why not."""
+
+    _engine_index: int
+    _config: MockEngineConfig
+    _source: TokenSource
+
+    def admit(self, wire: EngineCoreRequest, emitted: int) -> Request | Refusal:
+        """Make a request; its first token will be that of position ``emitted``.
+
+        Where a real engine would die (no prompt, or one too long) this gives a refusal.
+        """
+        prompt_len = _prompt_len(wire)
+        fault = self._fault(wire, prompt_len)
+        if fault is not None:
+            return Refusal(fault)
+        key = request_key(self._config.seed, self._engine_index, wire.request_id)
+        end = self._end(key, emitted, prompt_len, wire.sampling_params)
+        return Request(
+            request_id=wire.request_id,
+            client_index=wire.client_index,
+            key=key,
+            prompt_len=prompt_len,
+            end=end.position,
+            finish_reason=end.reason,
+            stop_reason=end.stop_reason,
+            emitted=emitted,
+            extras=_extras(wire, emitted, self._config.vocab_size),
+        )
+
+    def _fault(self, wire: EngineCoreRequest, prompt_len: int) -> str | None:
+        config, params = self._config, wire.sampling_params
+        if prompt_len < 1:
+            return "the prompt is empty"
+        if prompt_len >= config.max_model_len:
+            return (
+                f"the prompt of {prompt_len} tokens leaves no room in max_model_len"
+                f" {config.max_model_len}"
+            )
+        if wire.lora_request is not None and not config.max_loras:
+            return "LoRA is not enabled. Use --enable-lora to enable LoRA."
+        if params is not None:
+            if params.max_tokens is None:
+                return "max_tokens must be set"
+            return self._logprobs_fault(params, prompt_len)
+        if wire.pooling_params is None:
+            return "the request has neither sampling nor pooling parameters"
+        rows, size = pooled_shape(wire.pooling_params, prompt_len, config.embedding_size)
+        return _too_many("pooling_params", rows * size)
+
+    def _logprobs_fault(self, params: EngineCoreSamplingParams, prompt_len: int) -> str | None:
+        size = self._config.vocab_size
+        for what, wanted, rows in (
+            ("logprobs", params.logprobs, self._config.output_token_chunk_size),
+            ("prompt_logprobs", params.prompt_logprobs, prompt_len),
+        ):
+            if wanted is not None and wanted < -1:
+                return f"{what} must be at least -1, got {wanted}"
+            columns = size if wanted == -1 else min(wanted or 0, size)
+            if (fault := _too_many(what, columns * rows)) is not None:
+                return fault
+        if max(params.logprob_token_ids or (), default=0) >= size:
+            return f"logprob_token_ids are beyond the vocabulary of {size}"
+        ids = params.prompt_logprob_token_ids
+        if ids is not None and (ids.ndim != 2 or ids.dtype.kind != "i"):
+            return "prompt_logprob_token_ids must be signed integers in rows"
+        return None
+
+    def _end(
+        self, key: int, emitted: int, prompt_len: int, params: EngineCoreSamplingParams | None
+    ) -> _End:
+        """At which position the request ends, and why.
+
+        Which tokens it gets does not depend on the parameters, so a stop token can be looked for
+        in advance.
+        """
+        if params is None or params.max_tokens is None:
+            return _End(emitted)
+        config = self._config
+        limit = emitted + min(params.max_tokens, config.max_model_len - prompt_len)
+        eos = params.eos_token_id if config.stop_at_eos else None
+        stops = {*(params.stop_token_ids or ()), *(() if eos is None else (eos,))}
+        stops = {token for token in stops if token < config.vocab_size}
+        found = stops and self._first_of(stops, key, emitted + params.min_tokens, limit)
+        if not found:
+            return _End(limit)
+        position, token = found
+        return _End(position + 1, FinishReason.STOP, None if token == eos else token)
+
+    def _first_of(
+        self, tokens: Collection[int], key: int, start: int, stop: int
+    ) -> tuple[int, int] | None:
+        """The first position of a stretch that has one of ``tokens``, and which one."""
+        keys, wanted = np.array([key], np.uint64), np.array(sorted(tokens), np.uint64)
+        for first in range(start, stop, _SCAN):
+            drawn = np.empty((1, min(_SCAN, stop - first)), np.uint64)
+            self._source.fill(drawn, keys, np.array([first], np.uint64))
+            hits = np.flatnonzero(np.isin(drawn[0], wanted))
+            if hits.size:
+                return first + int(hits[0]), int(drawn[0, hits[0]])
+        return None
+
+
+def _too_many(what: str, count: int) -> str | None:
+    if count <= MAX_NUMBERS:
+        return None
+    return f"{what} asks for {count} numbers in one output, {MAX_NUMBERS} are possible"
+
+
+def _prompt_len(wire: EngineCoreRequest) -> int:
+    if wire.prompt_token_ids is not None:
+        return len(wire.prompt_token_ids)
+    if wire.prompt_embeds is not None and wire.prompt_embeds.shape:
+        count, *sizes = wire.prompt_embeds.shape
+        return 0 if 0 in sizes else count  # any number of rows of nothing takes no memory
+    return 0
+
+
+def _extras(wire: EngineCoreRequest, emitted: int, vocab_size: int) -> Extras | None:
+    """What the request wants besides tokens, if anything."""
+    params = wire.sampling_params
+    if params is None:
+        return Extras(pooling=wire.pooling_params, trace_headers=wire.trace_headers or None)
+    masked = _masked(params, vocab_size) if params.min_tokens else frozenset[int]()
+    about_prompt = params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
+    about_tokens = params.logprobs is not None or params.logprob_token_ids is not None
+    if not (masked or about_prompt or about_tokens or wire.trace_headers):
+        return None
+    prompt: Sequence[int] = wire.prompt_token_ids or () if about_prompt else ()
+    return Extras(
+        logprobs=params.logprobs,
+        logprob_token_ids=params.logprob_token_ids,
+        prompt_logprobs=params.prompt_logprobs,
+        prompt_logprob_token_ids=params.prompt_logprob_token_ids,
+        prompt_token_ids=prompt,
+        masked_token_ids=masked,
+        unmasked_from=emitted + params.min_tokens,
+        trace_headers=wire.trace_headers or None,
+    )
+
+
+def _masked(params: EngineCoreSamplingParams, vocab_size: int) -> frozenset[int]:
+    ids = {*params.all_stop_token_ids, *(params.stop_token_ids or ())}
+    if params.eos_token_id is not None:
+        ids.add(params.eos_token_id)
+    return frozenset(token for token in ids if token < vocab_size)

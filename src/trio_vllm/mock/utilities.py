@@ -1,0 +1,428 @@
+"""Whether an engine takes, starts and steps requests.
+
+Mirrors ``pause_scheduler`` and its relatives in upstream ``vllm/v1/engine/core.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import hashlib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import attrs
+
+from trio_vllm.protocol import UtilityOutput, UtilityRequest
+
+if TYPE_CHECKING:
+    from trio_vllm.mock.config import MockEngineConfig
+
+# MERGED mock/_engine/_loras: The LoRA adapters that an engine has loaded.
+# MERGED mock/_engine/_utilities: The utility methods of a mock engine.
+#
+# Names, arguments, results and failures are those of upstream's ``EngineCore`` and ``EngineCoreProc``
+# (``vllm/v1/engine/core.py``) as far as a frontend calls them. There a call is an attribute look-up, so
+# an unknown method fails in Python's words.
+
+
+PAUSE_MODES = ("abort", "wait", "keep")
+MEMORY = frozenset({"weights", "kv_cache"})
+"""What sleeping gives up and waking up gets back, by tag."""
+
+
+class PauseState(enum.Enum):
+    """How far a scheduler is paused."""
+
+    RUNNING = enum.auto()
+    NO_NEW = enum.auto()
+    """What runs goes on, what is new waits."""
+    ALL = enum.auto()
+    """Nothing goes on."""
+
+
+@attrs.define
+class Pause:
+    """The pause and sleep state of one engine."""
+
+    state: PauseState = PauseState.RUNNING
+    refuses: bool = False
+    """Whether new requests are refused rather than queued."""
+    asleep: set[str] = attrs.field(factory=set)
+    """Tags of the memory that is given up."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether there is a pause of any kind."""
+        return self.state is not PauseState.RUNNING
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether running requests go on."""
+        return self.state is not PauseState.ALL
+
+    def start(self, mode: str, *, refuse: bool) -> None:
+        """Pause in one of the `PAUSE_MODES`."""
+        self.state = PauseState.ALL if mode == "keep" else PauseState.NO_NEW
+        self.refuses = refuse and mode != "keep"
+
+    def resume(self) -> None:
+        """End a pause."""
+        self.state, self.refuses = PauseState.RUNNING, False
+
+    def sleep(self) -> None:
+        """Give up all memory."""
+        self.asleep |= MEMORY
+
+    def wake_up(self, tags: list[str] | None) -> bool:
+        """Get memory back, and end the pause if that was the last; whether it was.
+
+        ``["scheduling"]`` only ends the pause. Tags that are not asleep change nothing.
+        """
+        if tags is not None and "scheduling" in tags:
+            tags = [tag for tag in tags if tag != "scheduling"]
+            if not tags:
+                return self._resume_if_awake()
+        if not tags:
+            self.asleep.clear()
+        elif self.asleep.issuperset(tags):
+            self.asleep.difference_update(tags)
+        return self._resume_if_awake()
+
+    def _resume_if_awake(self) -> bool:
+        if not self.asleep:
+            self.resume()
+        return not self.asleep
+
+
+class AdapterError(Exception):
+    """An adapter call that an engine refuses, in the engine's words."""
+
+
+@attrs.define
+class Adapters:
+    """Adapter ids, least recently used first; as in upstream, one too many evicts the first."""
+
+    capacity: int
+    _pinned: dict[int, bool] = attrs.field(factory=dict, init=False)
+
+    def add(self, adapter_id: int) -> bool:
+        """Load an adapter, or touch it; whether it was new."""
+        self._require_enabled()
+        pinned = self._pinned.pop(adapter_id, None)
+        if pinned is None and len(self._pinned) >= self.capacity:
+            self._evict()
+        self._pinned[adapter_id] = bool(pinned)
+        return pinned is None
+
+    def _evict(self) -> None:
+        for adapter_id, pinned in self._pinned.items():
+            if not pinned:
+                del self._pinned[adapter_id]
+                return
+        raise AdapterError("All items are pinned, cannot remove oldest from the cache.")
+
+    def remove(self, adapter_id: int) -> bool:
+        """Unload an adapter; whether there was one."""
+        self._require_enabled()
+        if adapter_id < 1:
+            raise AdapterError("lora_id must be greater than 0.")
+        return self._pinned.pop(adapter_id, None) is not None
+
+    def pin(self, adapter_id: int) -> bool:
+        """Keep an adapter from being evicted."""
+        self._require_enabled()
+        if adapter_id not in self._pinned:
+            raise AdapterError(f"Pinning failed. LoRA {adapter_id} is not registered.")
+        self._pinned[adapter_id] = True
+        return True
+
+    def ids(self) -> list[int]:
+        """The ids of what is loaded."""
+        self._require_enabled()
+        return sorted(self._pinned)
+
+    def _require_enabled(self) -> None:
+        if not self.capacity:
+            raise AdapterError("LoRA is not enabled. Use --enable-lora to enable LoRA.")
+
+
+T = TypeVar("T")
+
+_WORKER_METHODS = frozenset(
+    {
+        "check_health",
+        "finish_weight_update",
+        "init_weight_transfer_engine",
+        "reload_weights",
+        "reset_encoder_cache",
+        "reset_mm_cache",
+        "shutdown_weight_transfer_engine",
+        "start_draft_weight_update",
+        "start_weight_update",
+        "update_weights",
+    }
+)
+"""What ``collective_rpc`` knows; each answers nil per worker."""
+
+
+class Host(Protocol):
+    """What utility calls see of the engine, and do to it."""
+
+    weight_version: str
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether requests are running or waiting."""
+        ...
+
+    @property
+    def has_running(self) -> bool:
+        """Whether requests are running."""
+        ...
+
+    def abort_all(self) -> None:
+        """End all requests and tell their clients."""
+        ...
+
+    def preempt_all(self) -> None:
+        """Put all running requests back into the queue."""
+        ...
+
+
+@attrs.frozen
+class _WhenIdle:
+    """The result of a call that is answered once no request runs any more."""
+
+    sleep: bool
+
+
+@attrs.define
+class Utilities:
+    """Answers utility calls and keeps the state that they change."""
+
+    _host: Host
+    _config: MockEngineConfig
+    pause: Pause = attrs.field(factory=Pause, init=False)
+    _adapters: Adapters = attrs.field(init=False)
+    _deferred: list[tuple[UtilityRequest, _WhenIdle]] = attrs.field(factory=list, init=False)
+    _methods: dict[str, Callable[..., Any]] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._adapters = Adapters(self._config.max_loras)
+        methods = inspect.getmembers(_Methods(self._host, self._config, self.pause, self._adapters))
+        self._methods = {name: method for name, method in methods if not name.startswith("_")}
+
+    def use_adapter(self, adapter_id: int) -> None:
+        """A request needs this adapter; it runs also where there is no room left for it."""
+        with contextlib.suppress(AdapterError):
+            self._adapters.add(adapter_id)
+
+    def call(self, request: UtilityRequest) -> UtilityOutput | None:
+        """Run a call; None if the answer will be among the `overdue`."""
+        method = self._methods.get(request.method)
+        try:
+            if method is None:
+                raise AttributeError(  # noqa: TRY301  one way to fail
+                    f"'EngineCoreProc' object has no attribute '{request.method}'"
+                )
+            _check_arguments(request.method, method, request.args)
+            result = method(*request.args)
+        except (AttributeError, TypeError, ValueError, RuntimeError, AdapterError) as error:
+            return self.refuse(request, f"Call to {request.method} method failed: {error}")
+        if isinstance(result, _WhenIdle):
+            self._deferred.append((request, result))
+            return None
+        return UtilityOutput(request.call_id, result=result)
+
+    @staticmethod
+    def refuse(request: UtilityRequest, text: str) -> UtilityOutput:
+        """The answer to a call that is not run, or fails."""
+        return UtilityOutput(request.call_id, failure_message=text)
+
+    @property
+    def has_deferred(self) -> bool:
+        """Whether calls wait for the engine to be idle."""
+        return bool(self._deferred)
+
+    def overdue(self) -> Sequence[tuple[int, UtilityOutput]]:
+        """The answers, by client index, that were due when no request runs any more."""
+        done, self._deferred = self._deferred, []
+        for _, waited in done:
+            if waited.sleep:
+                self.pause.sleep()
+        return [(request.client_index, UtilityOutput(request.call_id)) for request, _ in done]
+
+
+def _check_arguments(name: str, method: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Fail on a wrong number of arguments, as upstream does: on too many without a word."""
+    parameters = inspect.signature(method).parameters.values()
+    if len(args) > len(parameters):
+        raise TypeError
+    empty = inspect.Parameter.empty
+    if missing := [p.name for p in list(parameters)[len(args) :] if p.default is empty]:
+        names = " and ".join(map(repr, missing))
+        plural = "s" * (len(missing) > 1)
+        raise TypeError(
+            f"EngineCore.{name}() missing {len(missing)} required positional argument{plural}:"
+            f" {names}"
+        )
+
+
+@attrs.define
+class _Methods:
+    """What can be called, by its name; arguments are the caller's and of any type."""
+
+    _host: Host
+    _config: MockEngineConfig
+    _pause: Pause
+    _adapters: Adapters
+
+    # Pausing and sleeping
+
+    def pause_scheduler(self, mode: Any = "abort", clear_cache: Any = True) -> Any:
+        return self._pause_in(mode, clear_cache, refuse=False)
+
+    def pause_generation(self, mode: Any = "abort", clear_cache: Any = True) -> Any:
+        return self._pause_in(mode, clear_cache, refuse=True)
+
+    def _pause_in(self, mode: Any, clear_cache: Any, *, refuse: bool) -> _WhenIdle | None:
+        if mode not in PAUSE_MODES:
+            raise ValueError(f"Invalid pause mode: {mode}")
+        self._pause.start(mode, refuse=refuse)
+        if mode == "abort":
+            self._host.abort_all()
+        elif mode == "keep" and clear_cache:
+            self._host.preempt_all()
+        return _WhenIdle(sleep=False) if mode == "wait" and self._host.has_running else None
+
+    def resume_scheduler(self) -> None:
+        self._pause.resume()
+
+    def is_scheduler_paused(self) -> bool:
+        return self._pause.is_paused
+
+    def sleep(self, level: Any = 1, mode: Any = "abort") -> _WhenIdle | None:
+        waited = self._pause_in(mode, level >= 1, refuse=False)
+        if level < 1:
+            return waited
+        if waited is not None:
+            return _WhenIdle(sleep=True)
+        self._pause.sleep()
+        return None
+
+    def wake_up(self, tags: Any = None) -> bool:
+        return self._pause.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        return self._pause.is_paused or bool(self._pause.asleep)
+
+    def release_kv_cache_memory(self) -> None:
+        if not self._pause.is_paused or self._host.has_unfinished:
+            raise RuntimeError("release_kv_cache_memory() requires a completed pause first")
+        if self._pause.asleep:
+            raise RuntimeError(
+                "release_kv_cache_memory() requires all executor memory to be resident"
+            )
+        self._pause.asleep.add("kv_cache")
+
+    # Caches, of which there are none
+
+    def reset_prefix_cache(
+        self, reset_running_requests: Any = False, reset_connector: Any = False
+    ) -> bool:
+        if reset_running_requests:
+            self._host.preempt_all()
+        return not self._host.has_running
+
+    def reset_mm_cache(self) -> None:
+        pass
+
+    def reset_encoder_cache(self) -> None:
+        pass
+
+    def get_kv_cache_group_metadata(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "group_idx": 0,
+                "kind": "full_attention",
+                "block_size": self._config.block_size,
+                "sliding_window": None,
+            }
+        ]
+
+    # Weights
+
+    def get_weight_version(self) -> str:
+        return self._host.weight_version
+
+    def set_weight_version(self, weight_version: Any) -> None:
+        if not isinstance(weight_version, str):
+            raise TypeError(f"weight_version must be a string, got {weight_version!r}")
+        self._host.weight_version = weight_version
+
+    def compute_weight_checksums(self) -> list[dict[str, str]]:
+        text = f"{self._config.seed}/{self._host.weight_version}"
+        return [{"mock": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}]
+
+    def save_sharded_state(self, path: Any, pattern: Any = None, max_size: Any = None) -> None:
+        pass
+
+    def collective_rpc(
+        self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+    ) -> list[None]:
+        if method not in _WORKER_METHODS:
+            raise AttributeError(_in_worker(f"'Worker' object has no attribute '{method}'"))
+        return [None]
+
+    # Adapters
+
+    def add_lora(self, lora_request: Any) -> bool:
+        match lora_request:
+            case [str(), int(adapter_id), str(path), *_]:
+                if adapter_id < 1:
+                    raise ValueError(f"id must be > 0, got {adapter_id}")
+                if not path:
+                    raise ValueError("lora_path cannot be empty")
+                return self._in_worker(self._adapters.add, adapter_id)
+        raise TypeError(f"Expected `LoRARequest`, got {lora_request!r}")
+
+    def remove_lora(self, lora_id: Any) -> bool:
+        return self._in_worker(self._adapters.remove, lora_id)
+
+    def pin_lora(self, lora_id: Any) -> bool:
+        return self._in_worker(self._adapters.pin, lora_id)
+
+    def list_loras(self) -> list[int]:
+        return self._in_worker(self._adapters.ids)
+
+    def _in_worker(self, call: Callable[..., T], *args: Any) -> T:
+        try:
+            return call(*args)
+        except AdapterError as error:
+            raise AdapterError(_in_worker(str(error))) from None
+
+    # The rest
+
+    def get_supported_tasks(self) -> list[str]:
+        return list(self._config.supported_tasks)
+
+    def execute_dummy_batch(self) -> None:
+        pass
+
+    def profile(
+        self,
+        is_start: Any = True,
+        profile_prefix: Any = None,
+        delay_iterations: Any = None,
+        max_iterations: Any = None,
+        profiler_kwargs: Any = None,
+    ) -> None:
+        pass
+
+
+def _in_worker(text: str) -> str:
+    return (
+        f"Worker failed with error '{text}', please check the stack trace above for the root cause"
+    )

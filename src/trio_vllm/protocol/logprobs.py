@@ -1,0 +1,216 @@
+"""Log probabilities: two wire forms, one value.
+
+Sample logprobs travel as numpy arrays (``LogprobsLists``), prompt logprobs as torch tensors
+(``LogprobsTensors``); see upstream ``vllm/v1/outputs.py`` and
+``engine-core-client/src/protocol/logprobs.rs``. Both decode to `Logprobs`, which keeps the arrays as
+they came, without a copy, and makes records of them on request.
+
+Column 0 of a row is the token that was sampled (or stands in the prompt), with its own rank; the
+others are the most probable tokens in falling order, so the token of column 0 often comes twice.
+If a request asked for certain ids (``logprob_token_ids``), the others are these, in its order, and
+their ranks are but column numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import numpy as np
+
+from trio_vllm.protocol.arrays import NUMPY_ARRAY, TENSOR_AS_NUMPY, Array
+from trio_vllm.protocol.codec import AuxFrames, Codec, CodecError, Frames, each, misfit, optional
+
+
+@attrs.frozen
+class TokenLogprob:
+    """One candidate token of a position.
+
+    ``rank`` counts from 1, the most probable token; 0 means that ``logprob`` is not a number.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@attrs.frozen
+class PositionLogprobs:
+    """The candidates of one position: first the token itself, then the most probable ones."""
+
+    entries: tuple[TokenLogprob, ...]
+
+    @property
+    def token(self) -> TokenLogprob:
+        """The token that was sampled, or stands in the prompt, at this position."""
+        return self.entries[0]
+
+
+_ARRAY: Any = attrs.field(eq=attrs.cmp_using(eq=np.array_equal))
+
+
+@attrs.define
+class Logprobs:
+    """Log probabilities of ``R`` positions with ``C`` candidates each; may alias the message.
+
+    NaN and infinities are kept as the engine sent them.
+    """
+
+    token_ids: Array = _ARRAY
+    """int32 or int64 ``[R, C]``."""
+    logprobs: Array = _ARRAY
+    """float32 ``[R, C]``."""
+    ranks: Array = _ARRAY
+    """int32 or int64 ``[R]``: the rank of column 0."""
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __iter__(self) -> Iterator[PositionLogprobs]:
+        """One record per position."""
+        rows = zip(
+            self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist(), strict=True
+        )
+        for ids, values, rank in rows:
+            ranks = [rank, *range(1, len(ids))]
+            yield PositionLogprobs(tuple(map(TokenLogprob, ids, values, ranks)))
+
+    @property
+    def positions(self) -> tuple[PositionLogprobs, ...]:
+        """All records; made anew at each access."""
+        return tuple(self)
+
+    def cut(self, columns: int) -> Logprobs:
+        """At most this many columns: an engine pads all rows of a step to the widest request."""
+        if self.token_ids.shape[1] <= columns:
+            return self
+        return Logprobs(self.token_ids[:, :columns], self.logprobs[:, :columns], self.ranks)
+
+    @staticmethod
+    def concatenate(parts: list[Logprobs]) -> Logprobs:
+        """The rows of all parts; narrower ones are padded with token 0 and minus infinity."""
+        if len(parts) == 1:
+            return parts[0]
+        width = max(part.token_ids.shape[1] for part in parts)
+        return Logprobs(
+            np.concatenate([_widened(part.token_ids, width, 0) for part in parts]),
+            np.concatenate([_widened(part.logprobs, width, -np.inf) for part in parts]),
+            np.concatenate([part.ranks for part in parts]),
+        )
+
+
+def _widened(array: Array, width: int, fill: float) -> Array:
+    missing = width - array.shape[1]
+    if not missing:
+        return array
+    return np.pad(array, ((0, 0), (0, missing)), constant_values=fill)
+
+
+def _check(logprobs: Logprobs) -> Logprobs:
+    ids, values, ranks = logprobs.token_ids, logprobs.logprobs, logprobs.ranks
+    for name, array, kinds, dimensions in (
+        ("token_ids", ids, ("i4", "i8"), 2),
+        ("logprobs", values, ("f4",), 2),
+        ("ranks", ranks, ("i4", "i8"), 1),
+    ):
+        if array.dtype.str[1:] not in kinds or array.ndim != dimensions:
+            wanted = f"{dimensions}-dimensional {' or '.join(kinds)}"
+            raise CodecError(
+                f"must be {wanted}, not {array.ndim}-dimensional {array.dtype}"
+            ).within(f".{name}")
+        if array.dtype.kind == "i" and array.size and int(array.min()) < 0:
+            raise CodecError("must not be negative").within(f".{name}")
+    if ids.shape != values.shape or len(ids) != len(ranks):
+        raise CodecError(f"shapes {ids.shape}, {values.shape} and {ranks.shape} do not match")
+    if len(ids) and not ids.shape[1]:
+        raise CodecError("rows have no column")
+    return logprobs
+
+
+_PARTS = ("token_ids", "logprobs", "ranks")
+
+
+def _form(array: Codec[Array], length: int) -> Codec[Logprobs]:
+    """``length`` is what writers write; the first three elements are the arrays."""
+
+    def decode(raw: Any, frames: Frames) -> Logprobs:
+        if type(raw) is not list or len(raw) < 3:
+            raise misfit("an array of 3 or more", raw)
+        if any(item is not None for item in raw[3:length]):
+            raise CodecError("must not carry cumulative token counts")
+        return _check(Logprobs(*each(array.decode, raw[:3], frames, _PARTS)))
+
+    def encode(value: Logprobs, aux: AuxFrames) -> Any:
+        if not isinstance(value, Logprobs):
+            raise misfit("Logprobs", value)
+        parts = (value.token_ids, value.logprobs, value.ranks)
+        raw = each(array.encode, parts, aux, _PARTS)
+        _check(value)
+        return [*raw, *[None] * (length - 3)]
+
+    return Codec("logprobs", decode, encode)
+
+
+SAMPLE_LOGPROBS = _form(NUMPY_ARRAY, 4)
+PROMPT_LOGPROBS = _form(TENSOR_AS_NUMPY, 5)
+
+
+@attrs.define
+class SamplingMask:
+    """Which token ids sampling could choose from, one row per new token.
+
+    Without ``offsets`` there is one row; with them row ``i`` is
+    ``token_ids[offsets[i]:offsets[i + 1]]``.
+    """
+
+    token_ids: Array = _ARRAY
+    offsets: Array | None = attrs.field(default=None, eq=attrs.cmp_using(eq=np.array_equal))
+
+    @property
+    def rows(self) -> list[Array]:
+        """The ids of each row, as views."""
+        if self.offsets is None:
+            return [self.token_ids]
+        bounds = self.offsets.tolist()
+        return [self.token_ids[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def _check_mask(mask: SamplingMask) -> SamplingMask:
+    ids, offsets = mask.token_ids, mask.offsets
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise CodecError("must be 1-dimensional integers").within(".token_ids")
+    if offsets is not None:
+        if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or not len(offsets):
+            raise CodecError("must be 1-dimensional integers, at least one").within(".offsets")
+        bounds = offsets.tolist()
+        if bounds[0] != 0 or bounds[-1] != len(ids) or bounds != sorted(bounds):
+            raise CodecError("must rise from 0 to the number of token ids").within(".offsets")
+    return mask
+
+
+_MASK_PARTS = {"token_ids": NUMPY_ARRAY, "offsets": optional(NUMPY_ARRAY)}
+
+
+def _decode_mask(raw: Any, frames: Frames) -> SamplingMask:
+    if type(raw) is not list or not raw:
+        raise misfit("an array [token_ids, offsets, nil]", raw)
+    *arrays, counts = [*raw, None, None][:3]
+    if counts is not None:
+        raise CodecError("must not carry cumulative token counts")
+    pairs = zip(_MASK_PARTS.values(), arrays, strict=True)
+    parts = each(lambda pair, _: pair[0].decode(pair[1], frames), pairs, None, list(_MASK_PARTS))
+    return _check_mask(SamplingMask(*parts))
+
+
+def _encode_mask(value: SamplingMask, aux: AuxFrames) -> Any:
+    if not isinstance(value, SamplingMask):
+        raise misfit("a SamplingMask", value)
+    pairs = zip(_MASK_PARTS.values(), (value.token_ids, value.offsets), strict=True)
+    raw = each(lambda pair, _: pair[0].encode(pair[1], aux), pairs, None, list(_MASK_PARTS))
+    _check_mask(value)
+    return [*raw, None]
+
+
+SAMPLING_MASK: Codec[SamplingMask] = Codec("a sampling mask", _decode_mask, _encode_mask)

@@ -1,0 +1,276 @@
+"""The engine's end: join a frontend that owns the handshake.
+
+Mirrors ``vllm/v1/engine/core.py`` (``startup_handshake``, ``process_input_sockets``) and
+``engine-core-client/src/mock_engine.rs``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import attrs
+import trio
+
+from trio_vllm.errors import ConfigurationError, DecodeError, StartupError
+from trio_vllm.protocol import (
+    COORDINATOR_READY,
+    SUBSCRIBE,
+    EngineAddresses,
+    EngineCoreReadyResponse,
+    EngineId,
+    HandshakeInit,
+    HandshakeReport,
+    HandshakeStatus,
+    decode_init,
+    encode_ready_response,
+    encode_report,
+)
+from trio_vllm.transport.channels import FrameReceiver, Frames, FrameSender
+from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
+from trio_vllm.transport.zmq_monitor import OutgoingConnection, set_linger
+from trio_vllm.transport.zmq_socket import ZmqSocket
+
+T = TypeVar("T")
+
+READY_LINGER = 1.0
+OUTPUT_LINGER = 4.0
+"""Seconds for the last messages to get out; for outputs upstream's own."""
+
+
+@attrs.frozen
+class FrontendLoss:
+    """Tells that a process at the frontend's side is gone: one of its clients, or the coordinator."""
+
+    _connection: OutgoingConnection
+
+    @property
+    def address(self) -> str:
+        """Where it was."""
+        return self._connection.address
+
+    async def wait(self) -> None:
+        """Wait for the connection to break; one task at a time."""
+        await self._connection.wait_lost()
+
+
+@attrs.frozen
+class CoordinatorChannels:
+    """The connections to a data-parallel coordinator."""
+
+    broadcasts: FrameReceiver
+    notices: FrameSender
+    loss: FrontendLoss
+
+
+@attrs.frozen
+class FrontendChannels:
+    """What an engine needs of the frontend it has joined."""
+
+    inputs: Sequence[FrameReceiver]
+    """One per client of the frontend."""
+    outputs: Sequence[FrameSender]
+    """One per client; a message goes to the one with the request's ``client_index``."""
+    losses: Sequence[FrontendLoss]
+    """One per client."""
+    coordinator: CoordinatorChannels | None
+
+
+@asynccontextmanager
+async def join_frontend(
+    handshake_address: str,
+    *,
+    engine_index: int,
+    ready_response: Callable[[HandshakeInit], EngineCoreReadyResponse],
+    timeout: float = math.inf,
+    output_high_water_mark: int = 0,
+) -> AsyncIterator[FrontendChannels]:
+    """Report to a frontend as one engine; the block's value is the way to it.
+
+    Args:
+      handshake_address: Where the frontend waits, or will wait, for engines.
+      engine_index: Which engine we are.
+      ready_response: What to tell of ourselves, given the frontend's INIT.
+      timeout: Seconds that each answer of the frontend may take.
+      output_high_water_mark: Outputs that a client may be behind before sending waits; 0 is any
+        number, as upstream has it.
+
+    Raises:
+      StartupError: The frontend has not answered in time, has left, or sent what cannot be used.
+      ConfigurationError: ``handshake_address`` is unusable.
+
+    Leaving the block gives the last outputs `OUTPUT_LINGER` seconds to get out, unless their
+    client is gone.
+    """
+    async with open_context() as context:
+        joining = _Joining(context, EngineId.of(engine_index), timeout)
+        handshake = joining.report_to(handshake_address)
+        init = await joining.receive_init()
+        joining.register(init.addresses.inputs, encode_ready_response(ready_response(init)))
+        joining.decode_outputs_lazily(init.addresses.outputs, output_high_water_mark)
+        coordinator = await joining.pass_gate(init.addresses)
+        set_linger(handshake, READY_LINGER)
+        handshake.send_nowait([encode_report(HandshakeReport(status=HandshakeStatus.READY))])
+        await joining.wait_registered()
+        handshake.close()
+        losses = [FrontendLoss(connection) for connection in joining.connections]
+        try:
+            yield FrontendChannels(joining.inputs, joining.outputs, losses, coordinator)
+        finally:
+            joining.let_lost_clients_go()
+
+
+class _Joining:
+    """The steps of an engine's startup, in order."""
+
+    def __init__(self, context: ZmqContext, engine_id: EngineId, timeout: float) -> None:
+        self._context = context
+        self._engine_id = engine_id
+        self._timeout = timeout
+        self.inputs: list[ZmqSocket] = []
+        self.outputs: list[ZmqSocket] = []
+        self.connections: list[OutgoingConnection] = []
+        """Those of the inputs."""
+
+    def report_to(self, address: str) -> ZmqSocket:
+        """Say HELLO."""
+        handshake = self._context.socket(
+            SocketType.DEALER, identity=self._engine_id, linger=READY_LINGER
+        )
+        # Who leaves before somebody listens there has no reason to wait.
+        set_linger(handshake, 0)
+        self._handshake = handshake
+        self._frontend = OutgoingConnection(address, self._context.open_monitor(handshake))
+        handshake.connect(address)
+        handshake.send_nowait([encode_report(HandshakeReport(status=HandshakeStatus.HELLO))])
+        return handshake
+
+    async def receive_init(self) -> HandshakeInit:
+        """Wait for the answer to HELLO."""
+        phase = f"INIT from the frontend at {self._frontend.address}"
+        return _read_init(await self._answer(phase, self._handshake.receive), phase)
+
+    def register(self, addresses: Sequence[str], response: bytes) -> None:
+        """Connect to each client's input address, and say there who we are."""
+        for address in addresses:
+            socket = self._context.socket(SocketType.DEALER, identity=self._engine_id)
+            self.connections.append(self._connect(socket, address))
+            socket.send_nowait([response])
+            self.inputs.append(socket)
+
+    def decode_outputs_lazily(self, addresses: Sequence[str], high_water_mark: int) -> None:
+        """Connect to each client's output address."""
+        for address in addresses:
+            self.outputs.append(self._push(address, high_water_mark))
+
+    def _push(self, address: str, high_water_mark: int = 0) -> ZmqSocket:
+        socket = self._context.socket(
+            SocketType.PUSH, linger=OUTPUT_LINGER, send_high_water_mark=high_water_mark
+        )
+        self._connect_to(socket, address)
+        return socket
+
+    def _connect(self, socket: ZmqSocket, address: str) -> OutgoingConnection:
+        connection = OutgoingConnection(address, self._context.open_monitor(socket))
+        self._connect_to(socket, address)
+        return connection
+
+    def _connect_to(self, socket: ZmqSocket, address: str) -> None:
+        try:
+            socket.connect(address)
+        except ConfigurationError as error:
+            raise StartupError("the connection to the frontend", notes=[str(error)]) from error
+
+    async def pass_gate(self, addresses: EngineAddresses) -> CoordinatorChannels | None:
+        """Subscribe at the coordinator, if there is one, and wait until every engine has."""
+        await trio.lowlevel.checkpoint()
+        if addresses.coordinator_input is None or addresses.coordinator_output is None:
+            return None
+        broadcasts = self._context.socket(SocketType.XSUB, identity=self._engine_id)
+        connection = self._connect(broadcasts, addresses.coordinator_input)
+        broadcasts.send_nowait([SUBSCRIBE])
+
+        async def ready() -> None:
+            while await broadcasts.receive() != [COORDINATOR_READY]:
+                pass
+
+        await self._answer(f"READY from the coordinator at {connection.address}", ready)
+        notices = self._push(addresses.coordinator_output)
+        return CoordinatorChannels(broadcasts, notices, FrontendLoss(connection))
+
+    async def wait_registered(self) -> None:
+        """Wait until the registrations have somebody to reach.
+
+        Upstream's engines do not; but to whom there never was a connection, none can be lost. The
+        handshake may well be closed by now. If somebody opens it again, that is another frontend,
+        and the one that we wait for is gone.
+        """
+        await trio.lowlevel.checkpoint()
+        for connection in self.connections:
+            await self._answer(
+                "the connection to the frontend's input socket",
+                connection.wait_open,
+                awaited=connection,
+                departure=self._frontend.wait_reopened,
+            )
+
+    def let_lost_clients_go(self) -> None:
+        """Do not linger for clients that are gone."""
+        for connection, output in zip(self.connections, self.outputs, strict=True):
+            if connection.is_lost:
+                set_linger(output, 0)
+
+    async def _answer(
+        self,
+        phase: str,
+        receive: Callable[[], Awaitable[T]],
+        *,
+        awaited: OutgoingConnection | None = None,
+        departure: Callable[[], Awaitable[None]] | None = None,
+    ) -> T:
+        """What ``receive`` gives; it may not take too long, nor the frontend leave meanwhile.
+
+        Args:
+          phase: What to call it.
+          receive: Waits for it.
+          awaited: The connection that it comes by, if not that of the handshake.
+          departure: Waits for the frontend to leave; by default until the handshake's breaks.
+        """
+        frontend = self._frontend
+        wait_left = departure or frontend.wait_lost
+        answers: list[T] = []
+
+        async def watch() -> None:
+            await wait_left()
+            nursery.cancel_scope.cancel(reason="the frontend left")
+
+        with trio.move_on_after(self._timeout) as patience:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(watch)
+                answers.append(await receive())
+                nursery.cancel_scope.cancel(reason="the frontend answered")
+        if answers:
+            return answers[0]
+        if patience.cancelled_caught:
+            notes = [(awaited or frontend).state]
+            raise StartupError(phase, seconds=self._timeout, notes=notes)
+        raise StartupError(phase, notes=[frontend.state])
+
+
+def _read_init(frames: Frames, phase: str) -> HandshakeInit:
+    """Read the answer to HELLO and refuse what cannot be used."""
+    if len(frames) != 1:
+        raise StartupError(phase, notes=[f"it has {len(frames)} frames"])
+    try:
+        init = decode_init(frames[0])
+    except DecodeError as error:
+        raise StartupError(phase, notes=[str(error)]) from error
+    addresses = init.addresses
+    if not addresses.inputs or len(addresses.inputs) != len(addresses.outputs):
+        counts = f"{len(addresses.inputs)} input and {len(addresses.outputs)} output addresses"
+        raise StartupError(phase, notes=[f"it has {counts}"])
+    if (addresses.coordinator_input is None) != (addresses.coordinator_output is None):
+        raise StartupError(phase, notes=["it has one coordinator address only"])
+    return init

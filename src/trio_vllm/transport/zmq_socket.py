@@ -1,0 +1,399 @@
+"""How many bytes of large messages wait for a peer.
+
+ØMQ bounds what waits by the number of messages, whatever their size, and tells of none of them when
+it is out. But the memory of a large one is lent to it, and it gives that back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import attrs
+import trio
+import zmq
+
+from trio_vllm.errors import AddressInUseError, ConfigurationError, PeerGoneError
+from trio_vllm.transport.address import parse_endpoint
+from trio_vllm.transport.channels import Frames
+
+# MERGED transport/_socket: A ØMQ socket as a trio channel.
+#
+# Theory of operation. A ØMQ socket has one descriptor for both directions. It turns readable when
+# something happened to the socket, and any call on the socket may make it unreadable again, whatever
+# the call was for. So there are three rules, and `ZmqSocket` keeps them for its users:
+#
+# - Try first, wait only after a failure, and expect to wake for nothing (`ZmqSocket._attempt_until`).
+# - After every call, pass on the wake-up that it may have used up (`ZmqSocket._notify`).
+# - One task watches the descriptor; the other direction's waits for that one (`ZmqSocket._wait`).
+#
+# A message is taken, or handed over, in one synchronous step, after which nothing is cancelled.
+
+
+BACKLOG_SIZE = 64 * 1024 * 1024
+"""Bytes; the message that goes beyond is still taken."""
+
+LOOKING_INTERVAL = 0.005
+"""Seconds between two looks whether there is room again: that memory is back wakes nobody."""
+
+Lent = tuple[zmq.MessageTracker, int]
+
+
+@attrs.define
+class Backlog:
+    """The large messages of one socket that ØMQ has not done with."""
+
+    _lent: deque[Lent] = attrs.field(factory=deque, init=False)
+    _size: int = attrs.field(default=0, init=False)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more should be lent."""
+        while self._lent and self._lent[0][0].done:
+            self._size -= self._lent.popleft()[1]
+        return self._size >= BACKLOG_SIZE
+
+    def add(self, tracker: zmq.MessageTracker, size: int) -> None:
+        """A message of this size waits until its tracker is done."""
+        self._lent.append((tracker, size))
+        self._size += size
+
+
+def tracked(frame: bytes | memoryview) -> tuple[zmq.Frame, zmq.MessageTracker]:
+    """The frame, lent whatever its size, and what is done when ØMQ gives it back."""
+    lent = zmq.Frame(bytes(frame), track=True, copy=False, copy_threshold=0)
+    tracker = lent.tracker
+    assert isinstance(tracker, zmq.MessageTracker)
+    return lent, tracker
+
+
+T = TypeVar("T")
+
+# Plain integers: the operators of enumerations cost more than receiving a message.
+RECEIVABLE = int(zmq.POLLIN)
+SENDABLE = int(zmq.POLLOUT)
+EVENTS = int(zmq.EVENTS)
+SOURCE_DESCRIPTOR = int(zmq.SRCFD)
+DONT_WAIT = int(zmq.DONTWAIT)
+MORE_FOLLOWS = int(zmq.SNDMORE)
+
+NO_OLD_PROTOCOLS = b"trio-vllm"
+"""With a domain for authentication, though nobody authenticates here, ØMQ refuses peers that speak
+ZMTP 1 or 2, as nobody has since 2013: any few bytes of junk would pass for messages of these."""
+
+ZERO_COPY_SIZE = 64 * 1024
+"""From here on lending the memory is cheaper than copying it (8 MiB: 10 µs against 3 ms)."""
+
+
+class ZmqSocket:
+    """One ØMQ socket as a channel of multipart messages.
+
+    One task may receive while another one sends. Made by `ZmqContext.socket`, which also closes it.
+    """
+
+    def __init__(self, raw: zmq.Socket[bytes], *, is_bounded: bool = False) -> None:
+        self._raw = raw
+        self._backlog = Backlog() if is_bounded else None
+        self._descriptor: int = raw.FD
+        self._waiting: dict[int, trio.CancelScope] = {}
+        self._descriptor_is_watched = False
+        self.address = ""
+        """Where it is bound or connected to, with the port that was chosen."""
+
+    def bind(self, address: str, *, listener: int | None = None) -> str:
+        """Listen, and return the address with the port that was chosen.
+
+        Args:
+          address: ``tcp://host:port`` or ``ipc://path``. Port 0 lets the system choose one. A file
+            that is already at the path is replaced.
+          listener: A descriptor that already listens there, inherited from a supervisor. It belongs
+            to the socket from now on.
+
+        Raises:
+          AddressInUseError: Somebody else listens there.
+          ConfigurationError: The address has a wrong form or is not ours.
+        """
+        endpoint = parse_endpoint(address, port_required=False)
+        try:
+            self._raw.setsockopt(zmq.IPV6, endpoint.is_ipv6)
+            self._raw.setsockopt(zmq.ZAP_DOMAIN, NO_OLD_PROTOCOLS)
+            if listener is not None:
+                self._raw.setsockopt(zmq.USE_FD, listener)
+            self._raw.bind(endpoint.text)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EADDRINUSE:
+                raise AddressInUseError(address) from error
+            raise translated(error, f"cannot listen on {address}") from error
+        self.address = self._raw.get_string(zmq.LAST_ENDPOINT)
+        return self.address
+
+    def connect(self, address: str) -> None:
+        """Connect, now or when somebody listens there; ØMQ keeps trying.
+
+        Raises:
+          ConfigurationError: The address has a wrong form.
+        """
+        endpoint = parse_endpoint(address, port_required=True)
+        try:
+            self._raw.setsockopt(zmq.IPV6, endpoint.is_ipv6)
+            self._raw.connect(endpoint.text)
+        except zmq.ZMQError as error:
+            raise translated(error, f"cannot connect to {address}") from error
+        self.address = endpoint.text
+
+    def close(self) -> None:
+        """Close; idempotent. A task that waits in here gets `trio.ClosedResourceError`.
+
+        What was sent goes on being delivered for the linger of this socket.
+        """
+        if self._raw.closed:
+            return
+        trio.lowlevel.notify_closing(self._descriptor)
+        self.stop_monitor()
+        self._raw.close()
+
+    def set_options(self, options: Mapping[int, int | bytes]) -> None:
+        """Set ØMQ's own options; for `ZmqContext`, before the socket is bound or connected."""
+        for option, value in options.items():
+            try:
+                self._raw.setsockopt(option, value)
+            except zmq.ZMQError as error:
+                failure = f"option {zmq.SocketOption(option).name} cannot be {value!r}"
+                raise translated(error, failure) from error
+
+    def start_monitor(self, address: str, events: int) -> None:
+        """Send ``events`` to another socket of this context; for `ZmqContext`."""
+        self._raw.monitor(address, events)
+
+    def stop_monitor(self) -> None:
+        """Send no more events; idempotent."""
+        if not self._raw.closed:
+            self._raw.disable_monitor()
+
+    def receive_events(self, address: str) -> None:
+        """Connect to the events that another socket sends here; for `ZmqContext`."""
+        self._raw.connect(address)
+
+    async def receive(self) -> Frames:
+        """Wait for one message; like `receive_batch` otherwise."""
+        (frames,) = await self.receive_batch(1)
+        return frames
+
+    async def receive_batch(self, limit: int) -> list[Frames]:
+        """Wait for a message; return it and what else is there, ``limit`` messages at most.
+
+        One checkpoint pays for the whole batch, so ``limit`` is also how many messages other tasks
+        may have to wait for.
+
+        Raises:
+          trio.BusyResourceError: Another task is receiving.
+          trio.ClosedResourceError: The socket is closed.
+
+        Cancellation:
+          Loses no message.
+        """
+        return await self._attempt_until(RECEIVABLE, lambda: self._take(limit))
+
+    def receive_batch_nowait(self, limit: int) -> list[Frames]:
+        """Return what is there, ``limit`` messages at most; `trio.WouldBlock` if nothing is."""
+        if batch := self._take(limit):
+            return batch
+        raise trio.WouldBlock
+
+    def has_more(self) -> bool:
+        """Whether a message is waiting; for the task that receives, which must do so next.
+
+        To look takes from others the news that they may be waiting for (`ZmqSocket._notify`).
+        """
+        return bool(self._look() & RECEIVABLE)
+
+    async def receive_with_descriptor(self) -> tuple[Frames, int]:
+        """Wait for one message; like `receive_batch_with_descriptors` otherwise."""
+        (received,) = await self.receive_batch_with_descriptors(1)
+        return received
+
+    async def receive_batch_with_descriptors(self, limit: int) -> list[tuple[Frames, int]]:
+        """Like `receive_batch`, each message with the descriptor of the connection it came by.
+
+        The monitor names this descriptor when the connection is lost. After that it may be used
+        again for another connection.
+        """
+        descriptors: list[int] = []
+        batch = await self._attempt_until(RECEIVABLE, lambda: self._take(limit, descriptors))
+        return list(zip(batch, descriptors, strict=True))
+
+    async def send(self, frames: Sequence[bytes | memoryview]) -> None:
+        """Queue one message, waiting while the send high-water mark is reached.
+
+        Args:
+          frames: At least one. Large `bytes` are lent to ØMQ, everything else is copied, so that
+            the memory behind a `memoryview` can be used again at once.
+
+        Raises:
+          PeerGoneError: A ROUTER has no connection with this id.
+          trio.BusyResourceError: Another task waits in here.
+          trio.ClosedResourceError: The socket is closed.
+
+        Cancellation:
+          The message was not sent.
+        """
+        await self._attempt_until(SENDABLE, lambda: self._put(frames))
+
+    def send_nowait(self, frames: Sequence[bytes | memoryview]) -> None:
+        """Queue one message like `send`; `trio.WouldBlock` if the high-water mark is reached."""
+        if len(frames) == 1 and not self._waiting:  # most of all messages, for half the price
+            frame = frames[0]
+            if type(frame) is bytes and len(frame) < ZERO_COPY_SIZE:
+                try:
+                    self._raw.send(frame, DONT_WAIT)
+                except zmq.ZMQError:
+                    pass  # the long way does what there is to do
+                else:
+                    return
+        if not self._put(frames):
+            raise trio.WouldBlock
+
+    async def _attempt_until(self, event: int, attempt: Callable[[], T]) -> T:
+        """Call ``attempt`` until it gives something true; wait for ``event`` in between."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if event in self._waiting:
+            raise trio.BusyResourceError("another task is already waiting in this direction")
+        if result := attempt():
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            return result
+        while not result:
+            await self._wait(event)
+            result = attempt()
+        return result
+
+    async def _wait(self, event: int) -> None:
+        """Wait until ``event`` may have become possible. Returns for nothing at times."""
+        with trio.move_on_after(self._patience(event)) as scope:
+            self._waiting[event] = scope
+            try:
+                if self._descriptor_is_watched:
+                    await trio.sleep_forever()
+                else:
+                    await self._watch_descriptor()
+            finally:
+                del self._waiting[event]
+
+    def _patience(self, event: int) -> float:
+        is_full = self._backlog is not None and event == SENDABLE and self._backlog.is_full
+        return LOOKING_INTERVAL if is_full else math.inf
+
+    async def _watch_descriptor(self) -> None:
+        self._descriptor_is_watched = True
+        try:
+            # Readable, for sending as well: it only means that something has happened.
+            await trio.lowlevel.wait_readable(self._descriptor)
+        finally:
+            self._descriptor_is_watched = False
+            for scope in self._waiting.values():
+                scope.cancel()  # ours is over; the other direction looks, and watches in our place
+
+    def _look(self) -> int:
+        """Make ØMQ process all its news; give what is possible now."""
+        return int(self._raw.getsockopt(EVENTS))
+
+    def _notify(self) -> None:
+        """Wake the tasks whose wait is over; the call before this may have hidden that from them."""
+        events = self._look() if self._waiting else 0
+        for event, scope in self._waiting.items():
+            if events & event:
+                scope.cancel()
+
+    @trio.lowlevel.enable_ki_protection
+    def _take(self, limit: int, descriptors: list[int] | None = None) -> list[Frames]:
+        """Take up to ``limit`` messages that are there."""
+        batch: list[Frames] = []
+        receive = self._raw.recv
+        while len(batch) < limit:
+            try:
+                frame = receive(DONT_WAIT, False)
+            except zmq.Again:
+                break
+            except zmq.ZMQError as error:
+                raise translated(error, "cannot receive") from error
+            if descriptors is not None:
+                descriptors.append(int(frame.get(SOURCE_DESCRIPTOR)))
+            frames = [frame.bytes]
+            while frame.more:  # free, where asking the socket costs twice a receive
+                frame = receive(copy=False)  # cannot block: messages arrive whole
+                frames.append(frame.bytes)
+            batch.append(frames)
+        self._notify()
+        return batch
+
+    @trio.lowlevel.enable_ki_protection
+    def _put(self, frames: Sequence[bytes | memoryview]) -> bool:
+        """Hand over one message; False if ØMQ does not take it now."""
+        _check_frames(frames)
+        if self._backlog is not None:
+            size = sum(memoryview(frame).nbytes for frame in frames)
+            if size >= ZERO_COPY_SIZE:
+                return self._put_large(frames, size, self._backlog)
+        *head, last = frames
+        return self._hand_over(head, last)
+
+    def _put_large(self, frames: Sequence[bytes | memoryview], size: int, backlog: Backlog) -> bool:
+        if backlog.is_full:
+            return False
+        *head, last = frames
+        lent, tracker = tracked(last)  # the others are out before it
+        accepted = self._hand_over(head, lent)
+        if accepted:
+            backlog.add(tracker, size)
+        return accepted
+
+    def _hand_over(
+        self, head: Sequence[bytes | memoryview], last: bytes | memoryview | zmq.Frame
+    ) -> bool:
+        accepted = self._try_to_send(head, last)
+        if not accepted:
+            # Sending processes news only now and then. Now that all is processed, the descriptor
+            # must become readable before a third attempt can succeed.
+            self._look()
+            accepted = self._try_to_send(head, last)
+        self._notify()
+        return accepted
+
+    def _try_to_send(
+        self, head: Sequence[bytes | memoryview], last: bytes | memoryview | zmq.Frame
+    ) -> bool:
+        send = self._raw.send
+        flags = DONT_WAIT
+        try:
+            for frame in head:
+                send(frame, flags | MORE_FOLLOWS, copy=_must_copy(frame))
+                flags = 0  # cannot block: ØMQ takes, or drops, the rest of what it has begun
+            send(last, flags, copy=_must_copy(last))
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:  # a ROUTER's messages begin with the peer's id
+                raise PeerGoneError(bytes(head[0])) from error
+            raise translated(error, "cannot send") from error
+        return True
+
+
+def _must_copy(frame: bytes | memoryview | zmq.Frame) -> bool:
+    return type(frame) is not bytes or len(frame) < ZERO_COPY_SIZE
+
+
+def _check_frames(frames: Sequence[bytes | memoryview]) -> None:
+    """Refuse what would fail halfway: the rest of it would be glued to the next message."""
+    if not frames:
+        raise ValueError("a message has at least one frame")
+    for frame in frames:
+        if type(frame) is not bytes and not memoryview(frame).contiguous:
+            raise ValueError("a frame must be contiguous memory")
+
+
+def translated(error: zmq.ZMQError, failure: str) -> Exception:
+    """What to raise for an error of ØMQ that no caller handles in a special way."""
+    if error.errno in {zmq.ENOTSOCK, zmq.ETERM}:
+        return trio.ClosedResourceError("this socket is closed")
+    return ConfigurationError(f"{failure}: {zmq.strerror(error.errno or 0)}")
