@@ -49,7 +49,7 @@ async def test_leaving_the_block_cancels_and_awaits_the_pumps(
     async with running(linger, idle):
         pass
 
-    assert 1 == trio.current_time()
+    assert trio.current_time() == 1
 
 
 async def test_without_pumps_it_is_just_a_block() -> None:
@@ -107,7 +107,7 @@ async def test_crash_cancels_the_block_and_is_an_internal_error() -> None:
         async with running(idle, crash):
             await trio.sleep_forever()
 
-    assert "bug" == str(caught.value.__cause__)
+    assert str(caught.value.__cause__) == "bug"
 
 
 async def test_crash_after_the_block_is_an_internal_error() -> None:
@@ -115,7 +115,7 @@ async def test_crash_after_the_block_is_an_internal_error() -> None:
         async with running(crash_when_cancelled):
             await wait_all_tasks_blocked()
 
-    assert "bug" == str(caught.value.__cause__)
+    assert str(caught.value.__cause__) == "bug"
 
 
 async def test_first_crash_is_kept() -> None:
@@ -127,7 +127,7 @@ async def test_first_crash_is_kept() -> None:
         async with running(crash_first, crash_when_cancelled):
             await trio.sleep_forever()
 
-    assert "'first'" == str(caught.value.__cause__)
+    assert str(caught.value.__cause__) == "'first'"
 
 
 async def test_crash_in_a_child_nursery_is_found_among_cancellations() -> None:
@@ -135,7 +135,7 @@ async def test_crash_in_a_child_nursery_is_found_among_cancellations() -> None:
         async with running(fail_in_child_nursery):
             await wait_all_tasks_blocked()
 
-    assert "bug" == str(caught.value.__cause__)
+    assert str(caught.value.__cause__) == "bug"
 
 
 async def test_several_crashes_in_a_child_nursery_stay_a_group() -> None:
@@ -149,7 +149,7 @@ async def test_several_crashes_in_a_child_nursery_stay_a_group() -> None:
             await wait_all_tasks_blocked()
 
     assert isinstance(caught.value.__cause__, ExceptionGroup)
-    assert 2 == len(caught.value.__cause__.exceptions)
+    assert len(caught.value.__cause__.exceptions) == 2
 
 
 async def test_crash_tells_what_the_block_raised_besides() -> None:
@@ -157,8 +157,8 @@ async def test_crash_tells_what_the_block_raised_besides() -> None:
         async with running(crash):
             await crash_when_cancelled()
 
-    assert "bug" == str(caught.value.__cause__)
-    assert ["Besides, the block raised ValueError('bug')"] == caught.value.__notes__
+    assert str(caught.value.__cause__) == "bug"
+    assert caught.value.__notes__ == ["Besides, the block raised ValueError('bug')"]
 
 
 async def test_timeout_around_the_block(autojump_clock: trio.testing.MockClock) -> None:
@@ -175,7 +175,7 @@ async def test_timeout_while_the_pumps_end(autojump_clock: trio.testing.MockCloc
             pass
 
     assert scope.cancelled_caught
-    assert 1 == trio.current_time()
+    assert trio.current_time() == 1
 
 
 async def test_timeout_while_the_pumps_end_does_not_hide_the_error(

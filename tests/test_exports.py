@@ -93,7 +93,7 @@ def test_importing_costs_nothing() -> None:
 
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
 
-    assert "[]\n" == done.stdout
+    assert done.stdout == "[]\n"
 
 
 def test_layers_stay_reachable() -> None:

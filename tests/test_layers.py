@@ -115,7 +115,7 @@ def violations(path: Path, root: Path) -> Iterator[str]:
 )
 def test_imports_point_downwards(path: Path) -> None:
     """No file of the package imports what its layer may not."""
-    assert [] == list(violations(path, SOURCE))
+    assert list(violations(path, SOURCE)) == []
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_imports_point_downwards(path: Path) -> None:
 )
 def test_a_violation_is_found(tmp_path: Path, place: str, line: str, violation: str) -> None:
     """The check above sees what it is there for."""
-    assert [violation] == list(violations(plant(tmp_path, place, line), tmp_path))
+    assert list(violations(plant(tmp_path, place, line), tmp_path)) == [violation]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_violation_is_found(tmp_path: Path, place: str, line: str, violation: 
 )
 def test_what_is_allowed_passes(tmp_path: Path, place: str, line: str) -> None:
     """Either way to write an import downwards is fine."""
-    assert [] == list(violations(plant(tmp_path, place, line), tmp_path))
+    assert list(violations(plant(tmp_path, place, line), tmp_path)) == []
 
 
 @pytest.mark.parametrize(

@@ -50,10 +50,10 @@ def test_the_program_runs(tmp_path: Path) -> None:
         )
         mock.terminate()
 
-    assert "" == done.stderr
+    assert done.stderr == ""
     final, *deltas = done.stdout.splitlines()
     assert final.endswith("] length Usage(prompt_tokens=3, output_tokens=16, cached_tokens=0)")
-    assert 16 == sum(len(delta.split(",")) for delta in deltas)
+    assert sum(len(delta.split(",")) for delta in deltas) == 16
 
 
 @pytest.mark.parametrize("command", list(commands()), ids=shlex.join)

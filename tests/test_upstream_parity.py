@@ -220,4 +220,4 @@ async def test_what_is_an_attribute_of_the_instance() -> None:
         llm = trio_vllm.Llm(world.client)
 
         assert llm.client is world.client
-        assert [0] == list(world.client.fleet.ready_responses)
+        assert list(world.client.fleet.ready_responses) == [0]

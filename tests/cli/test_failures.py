@@ -26,7 +26,7 @@ async def test_an_address_in_use_is_named(capsys: pytest.CaptureFixture[str]) ->
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
 
-        assert FAILED == await app.run_async(["generate", "--handshake-address", address])
+        assert await app.run_async(["generate", "--handshake-address", address]) == FAILED
 
     assert capsys.readouterr().err == f"llm-smoke: address {address} is already in use\n"
 
@@ -72,7 +72,7 @@ async def test_an_engine_that_is_lost(address: str, capsys: pytest.CaptureFixtur
     async with trio.open_nursery() as nursery:
         nursery.start_soon(serve_until_asked)
 
-        assert FAILED == await app.run_async(["generate", "--handshake-address", address])
+        assert await app.run_async(["generate", "--handshake-address", address]) == FAILED
 
     assert capsys.readouterr().err == "llm-smoke: engine 0 is dead: its connection was lost\n"
 

@@ -44,10 +44,10 @@ def parsed(*tokens: str) -> MockOptions:
 
 def refused(capsys: pytest.CaptureFixture[str], *tokens: str) -> str:
     """Run what is wrong usage; give the one line that says so."""
-    assert 2 == main(tokens)
+    assert main(tokens) == 2
     captured = capsys.readouterr()
-    assert "" == captured.out
-    assert 1 == captured.err.count("\n")
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
     assert captured.err.startswith("mock-engine: ")
     return captured.err
 
@@ -88,16 +88,6 @@ def test_defaults_are_those_of_vllms_mock_engine() -> None:
     options = parsed()
 
     assert (
-        "tcp://127.0.0.1:29550",
-        1,
-        0,
-        1,
-        32_000,
-        0,
-        False,
-        1_048_576,
-        True,
-    ) == (
         options.handshake_address,
         options.engine_count,
         options.engine_start_index,
@@ -107,6 +97,16 @@ def test_defaults_are_those_of_vllms_mock_engine() -> None:
         options.log_requests,
         options.max_model_len,
         options.reconnect,
+    ) == (
+        "tcp://127.0.0.1:29550",
+        1,
+        0,
+        1,
+        32_000,
+        0,
+        False,
+        1_048_576,
+        True,
     )
 
 
@@ -192,17 +192,17 @@ def test_other_sources_of_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     options = parsed("--config", str(file), "--engine-count", "23")
 
-    assert (1, 12, 23, False) == (
+    assert (
         options.seed,
         options.vocab_size,
         options.engine_count,
         options.reconnect,
-    )
+    ) == (1, 12, 23, False)
 
 
 def test_the_help_says_how_to_start_a_frontend(capsys: pytest.CaptureFixture[str]) -> None:
     """Both kinds, and what is not validated."""
-    assert 0 == main(["--help"])
+    assert main(["--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "vllm-rs serve MODEL --data-parallel-size-local 0 --handshake-port 29550" in text
     assert "vllm serve MODEL --data-parallel-size-local 0" in text
@@ -224,8 +224,8 @@ def request(max_tokens: int) -> GenerateRequest:
 
 async def use(llm: Llm) -> None:
     output = await llm.generate(request(5))
-    assert FinishReason.LENGTH is output.finish_reason
-    assert 5 == len(output.token_ids)
+    assert output.finish_reason is FinishReason.LENGTH
+    assert len(output.token_ids) == 5
 
 
 def owner(address: str, engine_count: int = 1) -> HandshakeOwner:
@@ -240,14 +240,14 @@ async def test_a_signal_ends_it_cleanly(address: str, number: int) -> None:
     tokens = ("--handshake-address", address, "--engine-count", "2", "--log-requests")
     with mock_engine(*tokens) as process:
         async with open_llm(owner(address, 2)) as llm:
-            assert [] == children_of(process.pid)
+            assert children_of(process.pid) == []
             for _ in range(3):
                 await use(llm)
             code, log = await trio.to_thread.run_sync(end, process, number)
 
-    assert 0 == code
-    assert 3 == len(re.findall("request started request_id=it-.* max_tokens=5", log))
-    assert 3 == len(re.findall("request finished request_id=it-.* output_tokens=5", log))
+    assert code == 0
+    assert len(re.findall("request started request_id=it-.* max_tokens=5", log)) == 3
+    assert len(re.findall("request finished request_id=it-.* output_tokens=5", log)) == 3
     assert re.search(
         r"summary: requests=3 tokens=15 tokens_per_second=\d+ finished=3 aborted=0 errors=0", log
     )
@@ -264,9 +264,9 @@ async def test_requests_may_end_first(address: str) -> None:
                 received += [delta async for delta in deltas]
             code, _ = await trio.to_thread.run_sync(end, process)
 
-    assert 20 == sum(len(delta.token_ids) for delta in received)
-    assert FinishReason.LENGTH is received[-1].finish_reason
-    assert 0 == code
+    assert sum(len(delta.token_ids) for delta in received) == 20
+    assert received[-1].finish_reason is FinishReason.LENGTH
+    assert code == 0
 
 
 async def test_a_second_signal_ends_it_at_once(address: str) -> None:
@@ -284,7 +284,7 @@ async def test_a_second_signal_ends_it_at_once(address: str) -> None:
                     async for _ in deltas:
                         pass
 
-    assert 0 == code
+    assert code == 0
 
 
 def test_a_signal_before_there_is_a_frontend(address: str) -> None:
@@ -294,7 +294,7 @@ def test_a_signal_before_there_is_a_frontend(address: str) -> None:
         assert "engine 0: joining the frontend" in process.stderr.readline()
         code, log = end(process, signal.SIGINT)
 
-    assert 0 == code
+    assert code == 0
     assert "requests=0" in log
 
 
@@ -306,7 +306,7 @@ async def test_without_reconnect_it_fails_with_its_frontend(address: str) -> Non
             await use(llm)
         _, log = await trio.to_thread.run_sync(process.communicate, None, TIMEOUT)
 
-    assert 1 == process.returncode
+    assert process.returncode == 1
     last = log.splitlines()[-1]
     assert re.fullmatch(r"mock-engine: engine [01] is dead: the frontend has gone \(.*\)", last)
 
@@ -318,6 +318,6 @@ def test_a_frontend_that_does_not_come() -> None:
         with mock_engine(*tokens, "--startup-timeout", "0.2") as process:
             code, log = end(process)
 
-    assert 1 == code
+    assert code == 1
     assert "Traceback" in log
     assert "mock-engine: engine 0 is dead: startup failed while waiting for INIT" in log

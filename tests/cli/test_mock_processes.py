@@ -100,8 +100,8 @@ def test_engines_are_spread_evenly(
 
     found = list(shares(options))
 
-    assert expected == [engines_in_words(share) for share in found]
-    assert {(7, 2, 1)} == {(share.seed, share.max_loras, share.processes) for share in found}
+    assert [engines_in_words(share) for share in found] == expected
+    assert {(share.seed, share.max_loras, share.processes) for share in found} == {(7, 2, 1)}
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_wrong_usage(
 def test_one_process_may_be_in_lockstep() -> None:
     """And as many processes as engines are not too many."""
     assert parsed("--engine-count", "2", "--lockstep").lockstep
-    assert 2 == parsed("--engine-count", "2", "--processes", "2").processes
+    assert parsed("--engine-count", "2", "--processes", "2").processes == 2
 
 
 async def test_the_same_tokens_from_any_number_of_processes(address: str) -> None:
@@ -134,12 +134,12 @@ async def test_the_same_tokens_from_any_number_of_processes(address: str) -> Non
         async with open_client(owner(address, 3)) as client:
             expected = [await tokens_of(client, "a", engine) for engine in range(3)]
         nursery.cancel_scope.cancel()
-    assert 3 == len({tuple(tokens) for tokens in expected})
+    assert len({tuple(tokens) for tokens in expected}) == 3
 
     for processes in (2, 3):
         async with serving(address, processes, "--seed", "7") as (process, client):
             assert processes == len(children_of(process.pid))
-            assert expected == [await tokens_of(client, "a", engine) for engine in range(3)]
+            assert [await tokens_of(client, "a", engine) for engine in range(3)] == expected
 
 
 async def test_workers_get_the_options_and_nothing_else(
@@ -156,12 +156,12 @@ async def test_workers_get_the_options_and_nothing_else(
     tokens = ["--handshake-address", address, "--engine-count", "2"]
     with started([*command, *tokens], cwd=tmp_path, stderr=subprocess.PIPE) as process:
         async with open_client(owner(address, 2)) as client:
-            assert 2 == len(children_of(process.pid))
-            assert [0, 0, 0] == await tokens_of(client, "a", 0, 3)
-            assert [0, 0, 0] == await tokens_of(client, "b", 1, 3)
+            assert len(children_of(process.pid)) == 2
+            assert await tokens_of(client, "a", 0, 3) == [0, 0, 0]
+            assert await tokens_of(client, "b", 1, 3) == [0, 0, 0]
             exit_code, log = await ended(process, signal.SIGINT)
 
-    assert 0 == exit_code
+    assert exit_code == 0
     assert "engine 1: request finished request_id=b" in log
 
 
@@ -180,11 +180,11 @@ async def test_a_signal_ends_all_with_one_summary(address: str) -> None:
                 nursery.start_soon(tokens_of, client, f"r{number}", number % 3)
         code, log = await ended(process, signal.SIGINT)
 
-    assert 0 == code
-    assert [("requests=30 tokens=150", "finished=30 aborted=0 errors=0")] == SUMMARY.findall(log)
+    assert code == 0
+    assert SUMMARY.findall(log) == [("requests=30 tokens=150", "finished=30 aborted=0 errors=0")]
     assert all(re.match(r"\d{4}-\d\d-\d\d \S+ INFO ", line) for line in log.splitlines())
     for engine in range(3):
-        assert 10 == len(re.findall(f"(?m)INFO engine {engine}: request finished .*length$", log))
+        assert len(re.findall(f"(?m)INFO engine {engine}: request finished .*length$", log)) == 10
     assert not any(map(is_alive, workers))
 
 
@@ -199,8 +199,8 @@ def test_a_signal_for_the_whole_group(address: str, number: signal.Signals) -> N
         os.killpg(process.pid, number)
         code, log = end(process)
 
-    assert 0 == code
-    assert 1 == len(SUMMARY.findall(log))
+    assert code == 0
+    assert len(SUMMARY.findall(log)) == 1
     assert "Traceback" not in log
 
 
@@ -212,10 +212,10 @@ async def test_requests_may_end_first(address: str) -> None:
             code, log = await ended(process, signal.SIGTERM)
             for outputs in (first, last):
                 *_, final = [delivered.output async for delivered in outputs]
-                assert FinishReason.LENGTH is final.finish_reason
+                assert final.finish_reason is FinishReason.LENGTH
 
-    assert 0 == code
-    assert [("requests=2 tokens=40", "finished=2 aborted=0 errors=0")] == SUMMARY.findall(log)
+    assert code == 0
+    assert SUMMARY.findall(log) == [("requests=2 tokens=40", "finished=2 aborted=0 errors=0")]
 
 
 async def test_a_second_signal_ends_all_at_once(address: str) -> None:
@@ -230,8 +230,8 @@ async def test_a_second_signal_ends_all_at_once(address: str) -> None:
             assert any(map(is_alive, workers))
             code, log = await ended(process, signal.SIGINT)
 
-    assert 0 == code
-    assert [] == SUMMARY.findall(log)
+    assert code == 0
+    assert SUMMARY.findall(log) == []
     assert not any(map(is_alive, workers))
 
 
@@ -242,9 +242,9 @@ async def test_a_worker_that_is_killed_ends_all(address: str) -> None:
         os.kill(workers[1], signal.SIGKILL)
         code, log = await ended(process)
 
-    assert 1 == code
-    assert "mock-engine: the process of engine 2 died of SIGKILL" == log.splitlines()[-1]
-    assert 1 == log.count("mock-engine: ")
+    assert code == 1
+    assert log.splitlines()[-1] == "mock-engine: the process of engine 2 died of SIGKILL"
+    assert log.count("mock-engine: ") == 1
     assert not any(map(is_alive, workers))
 
 
@@ -253,12 +253,12 @@ async def test_no_worker_survives_its_parent(address: str) -> None:
     async with serving(address, 2, "--step-interval", "0.01") as (process, client):
         workers = children_of(process.pid)
         async with begun(client, 0, 1_000_000):
-            assert [True, True] == [is_alive(worker) for worker in workers]
+            assert [is_alive(worker) for worker in workers] == [True, True]
             process.kill()
             await until(lambda: not any(map(is_alive, workers)))
         code, log = await ended(process)
 
-    assert -signal.SIGKILL == code
+    assert code == -signal.SIGKILL
     assert "Traceback" not in log
 
 
@@ -267,13 +267,13 @@ async def test_the_failure_of_an_engine_ends_all(address: str) -> None:
     tokens = ("--handshake-address", address, "--engine-count", "3", "--no-reconnect")
     with mock_engine(*tokens, "--processes", "2") as process:
         async with open_client(owner(address, 3)) as client:
-            assert 5 == len(await tokens_of(client, "a", 2))
+            assert len(await tokens_of(client, "a", 2)) == 5
         code, log = await ended(process)
 
-    assert 1 == code
+    assert code == 1
     last = log.splitlines()[-1]
     assert re.fullmatch(r"mock-engine: engine [012] is dead: the frontend has gone \(.*\)", last)
-    assert 1 == log.count("mock-engine: ")
+    assert log.count("mock-engine: ") == 1
 
 
 def options_for(address: str, **options: object) -> MockOptions:
@@ -328,4 +328,4 @@ async def test_a_worker_that_does_not_end_is_killed(
         with pytest.raises(WorkerEndedError, match="the process of engines 0 to 1 did not end"):
             await serve_in_processes(options_for(address), shutdown=shutdown)
 
-    assert 2 == len(workers)
+    assert len(workers) == 2

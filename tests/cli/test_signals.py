@@ -109,7 +109,7 @@ def test_before_anything_has_begun() -> None:
 
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
 
-    assert (130, "", "") == (done.returncode, done.stdout, done.stderr)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_sigint_counts_in_the_background(address: str) -> None:

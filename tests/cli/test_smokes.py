@@ -23,7 +23,7 @@ async def test_generate_tells_what_the_example_tells(run_smoke: RunSmoke, addres
     outcome = await run_smoke("generate", engines=[engine])
 
     fields = [*COMMON, "request_id", "prompt_token_ids", "token_ids", "finish_reason"]
-    assert (0, "") == (outcome.exit_code, outcome.err)
+    assert (outcome.exit_code, outcome.err) == (0, "")
     assert fields == list(outcome.findings)
     assert outcome.findings["model"] == "Qwen/Qwen3-0.6B"
     assert outcome.findings["handshake_address"] == address
@@ -46,12 +46,12 @@ async def test_generate_samples_as_the_example_does(run_smoke: RunSmoke) -> None
 
     params = engine.requests[0].sampling_params
     assert params is not None
-    assert (1.0, 1.0, 0, True) == (
+    assert (
         params.temperature,
         params.top_p,
         params.top_k,
         params.watermarking,
-    )
+    ) == (1.0, 1.0, 0, True)
     assert not params.stop_token_ids
     assert params.eos_token_id is None
 
@@ -94,7 +94,7 @@ async def test_ready_timeout(run_smoke: RunSmoke) -> None:
     """An engine that does not come is named, with the phase and the time; nothing is printed."""
     outcome = await run_smoke("generate", "--ready-timeout-secs", "0.05", engines=[])
 
-    assert (1, "") == (outcome.exit_code, outcome.out)
+    assert (outcome.exit_code, outcome.out) == (1, "")
     assert outcome.err == (
         "llm-smoke: startup failed while waiting for HELLO from engine 0 (gave up after 0.05 s)\n"
     )
@@ -242,7 +242,7 @@ async def test_generate_may_stop(run_smoke: RunSmoke) -> None:
 
     outcome = await run_smoke("generate", engines=[FakeEngine(complete=complete)])
 
-    assert (0, "stop") == (outcome.exit_code, outcome.findings["finish_reason"])
+    assert (outcome.exit_code, outcome.findings["finish_reason"]) == (0, "stop")
 
 
 async def test_generate_may_reach_the_end_of_the_context(run_smoke: RunSmoke) -> None:
@@ -255,7 +255,7 @@ async def test_generate_may_reach_the_end_of_the_context(run_smoke: RunSmoke) ->
         "generate", "--max-tokens", "600", engines=[FakeEngine(complete=complete)]
     )
 
-    assert (0, "") == (outcome.exit_code, outcome.err)
+    assert (outcome.exit_code, outcome.err) == (0, "")
 
 
 # utility ------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ async def test_utility_tells_what_the_example_tells(run_smoke: RunSmoke) -> None
 
     outcome = await run_smoke("utility", engines=[engine])
 
-    assert (0, "") == (outcome.exit_code, outcome.err)
+    assert (outcome.exit_code, outcome.err) == (0, "")
     assert [*COMMON, *outcome.out.splitlines()[len(COMMON) :]] == [
         *COMMON,
         "is_sleeping(initial)=false",
@@ -313,7 +313,7 @@ async def test_the_reset_may_be_refused(run_smoke: RunSmoke) -> None:
 
     outcome = await run_smoke("utility", engines=[engine])
 
-    assert (0, "false") == (outcome.exit_code, outcome.findings["reset_prefix_cache"])
+    assert (outcome.exit_code, outcome.findings["reset_prefix_cache"]) == (0, "false")
 
 
 async def test_sleep_level_and_mode(run_smoke: RunSmoke) -> None:
@@ -334,7 +334,7 @@ async def test_skip_sleep_wake(run_smoke: RunSmoke) -> None:
 
     outcome = await run_smoke("utility", "--skip-sleep-wake", engines=[engine])
 
-    assert (0, "skipped") == (outcome.exit_code, outcome.findings["sleep_wake"])
+    assert (outcome.exit_code, outcome.findings["sleep_wake"]) == (0, "skipped")
     assert "sleep" not in engine.calls
     assert "wake_up" not in engine.calls
 
@@ -347,8 +347,8 @@ async def test_expected_is_sleeping(run_smoke: RunSmoke) -> None:
     too_early = await run_smoke("utility", engines=[FakeEngine(is_sleeping=True)])
     awake = await run_smoke("utility", "--expected-is-sleeping")
 
-    assert (0, "true") == (right.exit_code, right.findings["is_sleeping(initial)"])
-    assert (1, 1) == (too_early.exit_code, awake.exit_code)
+    assert (right.exit_code, right.findings["is_sleeping(initial)"]) == (0, "true")
+    assert (too_early.exit_code, awake.exit_code) == (1, 1)
     assert too_early.err == "llm-smoke: is_sleeping(initial) is true, expected was false\n"
     assert awake.err == "llm-smoke: is_sleeping(initial) is false, expected was true\n"
 
@@ -394,7 +394,7 @@ async def test_logprobs_tells_what_the_example_tells(run_smoke: RunSmoke) -> Non
     outcome = await run_smoke("logprobs", engines=[engine])
 
     request_id = outcome.findings["request_id"]
-    assert (0, "") == (outcome.exit_code, outcome.err)
+    assert (outcome.exit_code, outcome.err) == (0, "")
     assert outcome.out.splitlines()[len(COMMON) :] == [
         f"request_id={request_id}",
         "prompt_len=480",
@@ -416,7 +416,7 @@ async def test_logprobs_of_several_tokens(run_smoke: RunSmoke) -> None:
     """Those of the prompt come with the first output, the others with each: all of them count."""
     outcome = await run_smoke("logprobs", "--max-tokens", "3")
 
-    assert (0, "") == (outcome.exit_code, outcome.err)
+    assert (outcome.exit_code, outcome.err) == (0, "")
     assert outcome.findings["token_ids"] == "[1, 2, 3]"
     assert outcome.findings["new_logprobs"] == "3 rows of 3"
     assert outcome.findings["new_prompt_logprobs_tensors"] == "479 rows of 2"
@@ -493,12 +493,12 @@ async def test_all_runs_all_over_one_connection(run_smoke: RunSmoke) -> None:
 
     outcome = await run_smoke("all", engines=[engine])
 
-    assert (0, "") == (outcome.exit_code, outcome.err)
-    assert [5, 1] == [request.sampling_params.max_tokens for request in engine.requests]  # type: ignore[union-attr]
+    assert (outcome.exit_code, outcome.err) == (0, "")
+    assert [request.sampling_params.max_tokens for request in engine.requests] == [5, 1]  # type: ignore[union-attr]
     assert "sleep" in engine.calls
     table = outcome.out.partition("smoke")[2]
     for name in ("generate", "utility", "logprobs"):
-        assert [name] == [line.split()[1] for line in table.splitlines() if f" {name} " in line]
+        assert [line.split()[1] for line in table.splitlines() if f" {name} " in line] == [name]
     assert table.count("passed") == 3
 
 
@@ -546,7 +546,7 @@ async def test_all_without_engines_fails_as_a_whole(run_smoke: RunSmoke) -> None
 @pytest.mark.parametrize("smoke", ["generate", "utility", "logprobs", "all"])
 def test_mock(smoke: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each smoke passes against mock engines in this process, on addresses of their own."""
-    assert 0 == main([smoke, "--mock", "--engine-count", "2"])
+    assert main([smoke, "--mock", "--engine-count", "2"]) == 0
     out, err = capsys.readouterr()
     assert "engine_identities=[[0, 0], [1, 0]]" in out
     assert err == ""
@@ -554,5 +554,5 @@ def test_mock(smoke: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_mock_at_an_address(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It can be given."""
-    assert 0 == main(["generate", "--mock", "--handshake-address", address])
+    assert main(["generate", "--mock", "--handshake-address", address]) == 0
     assert f"handshake_address={address}" in capsys.readouterr().out

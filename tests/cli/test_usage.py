@@ -159,11 +159,11 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
     options = parsed("generate")
 
-    assert (7, True, "tcp://127.0.0.1:1") == (
+    assert (
         options.max_tokens,
         options.mock,
         options.handshake_address,
-    )
+    ) == (7, True, "tcp://127.0.0.1:1")
     assert parsed("generate", "--max-tokens", "8").max_tokens == 8
     assert parsed("utility").sleep_mode == "keep"
 
@@ -198,13 +198,13 @@ def test_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generate = parsed("generate", "--config", str(path))
     utility = parsed("utility", "--config", str(path))
 
-    assert (True, "table", 3, 6) == (
+    assert (
         generate.mock,
         generate.model,
         generate.engine_count,
         generate.max_tokens,
-    )
-    assert ("top", 2) == (utility.model, utility.sleep_level)
+    ) == (True, "table", 3, 6)
+    assert (utility.model, utility.sleep_level) == ("top", 2)
     assert parsed("generate", "--config", str(path), "--model", "mine").model == "mine"
 
 
@@ -334,9 +334,12 @@ def test_the_address_that_a_command_names(command: list[str], address: str | Non
 
 def test_placeholders_are_filled_in() -> None:
     """Also within arguments."""
-    assert ["e", "--p=5", "tcp://h:5", "{x}"] == filled_in(
-        ["e", "--p={port}", "{address}", "{x}"], "tcp://h:5"
-    )
+    assert filled_in(["e", "--p={port}", "{address}", "{x}"], "tcp://h:5") == [
+        "e",
+        "--p=5",
+        "tcp://h:5",
+        "{x}",
+    ]
 
 
 def test_spawned_engines_get_more_time() -> None:

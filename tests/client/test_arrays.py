@@ -77,14 +77,14 @@ async def test_a_broken_array_hurts_one_request(spoil_message: Break) -> None:
         with pytest.raises(DecodeError) as caught:
             await anext(bad)
 
-        assert ("bad", 0) == (caught.value.request_id, caught.value.engine_index)
+        assert (caught.value.request_id, caught.value.engine_index) == ("bad", 0)
         assert caught.value.where.startswith("new_prompt_logprobs_tensors")
         got = (await anext(good)).output.new_prompt_logprobs_tensors
         assert got is not None
-        assert PROMPT_LOGPROBS == got
+        assert got == PROMPT_LOGPROBS
         assert world.client.is_healthy
         await wait_all_tasks_blocked()
-        assert [["bad"]] == world.engine.aborts()
+        assert world.engine.aborts() == [["bad"]]
 
 
 @pytest.mark.parametrize("code", [1, 2])

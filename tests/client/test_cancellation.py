@@ -18,7 +18,7 @@ from trio_vllm.client import OutputStream
 
 async def stream(world: World) -> None:
     async with world.client.call(make_request(max_tokens=5)) as outputs:
-        assert 5 == len([output async for output in outputs])
+        assert len([output async for output in outputs]) == 5
 
 
 async def two_streams(world: World) -> None:
@@ -31,7 +31,7 @@ async def two_streams(world: World) -> None:
 
 
 async def utility(world: World) -> None:
-    assert {0: False, 1: False} == await world.client.call_utility("is_sleeping", timeout=math.inf)
+    assert await world.client.call_utility("is_sleeping", timeout=math.inf) == {0: False, 1: False}
 
 
 @pytest.mark.parametrize("play", [stream, two_streams, utility])
@@ -53,7 +53,7 @@ async def test_waiting_for_the_failure_leaves_nothing_behind() -> None:
     async with open_world() as world:
         assert await was_cancelled_at(1, world.client.wait_failed)
 
-        assert 0 == world.client._failed.statistics().tasks_waiting
+        assert world.client._failed.statistics().tasks_waiting == 0
 
 
 async def test_a_cancelled_reader_loses_no_output() -> None:

@@ -20,7 +20,7 @@ async def test_leaving_the_block_aborts_what_is_in_flight_at_once() -> None:
         for engine in world.engines:
             engine.received()
 
-    assert [[["r0", "r2"]], [["r1"]]] == [engine.aborts() for engine in world.engines]
+    assert [engine.aborts() for engine in world.engines] == [[["r0", "r2"]], [["r1"]]]
     world.assert_tidy()
     for stream in streams:
         with pytest.raises(ClientClosedError):
@@ -33,7 +33,7 @@ async def test_what_came_before_the_end_is_delivered_first() -> None:
         world.client.submit(make_request(), stream)
         await world.engine.emit("r", [7])
 
-    assert [7] == (await anext(stream)).output.new_token_ids
+    assert (await anext(stream)).output.new_token_ids == [7]
     with pytest.raises(ClientClosedError):
         await anext(stream)
 
@@ -44,7 +44,7 @@ async def test_a_finished_stream_ends_as_ever() -> None:
         world.client.submit(make_request(), stream)
         await world.engine.emit("r", [7], FinishReason.LENGTH)
 
-    assert [[7]] == [item.output.new_token_ids async for item in stream]
+    assert [item.output.new_token_ids async for item in stream] == [[7]]
 
 
 async def test_use_after_the_block() -> None:
@@ -61,7 +61,7 @@ async def test_use_after_the_block() -> None:
         await client.call_utility("is_sleeping")
     with pytest.raises(ClientClosedError):
         client.raise_if_failed()
-    assert [] == world.engine.received()
+    assert world.engine.received() == []
 
 
 async def test_what_can_still_be_asked_after_the_block() -> None:
@@ -69,7 +69,7 @@ async def test_what_can_still_be_asked_after_the_block() -> None:
         await world.engine.report(running=3)
     client = world.client
 
-    assert 3 == client.scheduler_stats()[0].num_running_reqs
+    assert client.scheduler_stats()[0].num_running_reqs == 3
     assert not client.is_healthy
     assert isinstance(client.failure, ClientClosedError)
     assert isinstance(await client.wait_failed(), ClientClosedError)
@@ -106,7 +106,7 @@ async def test_a_close_inside_the_block_ends_waiters() -> None:
                 await wait_all_tasks_blocked()
                 world.client.close()
         await wait_all_tasks_blocked()
-        assert [["r"]] == world.engine.aborts()
+        assert world.engine.aborts() == [["r"]]
 
 
 async def test_the_first_cause_is_kept(autojump_clock: MockClock) -> None:
@@ -128,7 +128,7 @@ async def test_what_the_block_raises_comes_out_as_it_is() -> None:
             raise error
 
     assert caught.value is error
-    assert 1 == len(world.engine.requests())
+    assert len(world.engine.requests()) == 1
 
 
 async def test_a_dead_engine_does_not_disturb_the_block(autojump_clock: MockClock) -> None:

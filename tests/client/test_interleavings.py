@@ -154,11 +154,11 @@ class Attempt:
         index = self.stream.engine_index
         expected = expected_tokens(play.mocks[index], self.request)
         assert expected[: len(self.token_ids)] == self.token_ids
-        assert self.was_dropped or 1 == len(self.reasons) + len(self.errors)
+        assert self.was_dropped or len(self.reasons) + len(self.errors) == 1
         if self.reasons == [FinishReason.LENGTH]:
-            assert expected == self.token_ids
+            assert self.token_ids == expected
         elif self.reasons:
-            assert [FinishReason.ABORT] == self.reasons
+            assert self.reasons == [FinishReason.ABORT]
         for error in self.errors:
             if isinstance(error, EngineDeadError):
                 assert index in play.dead

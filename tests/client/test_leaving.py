@@ -22,7 +22,7 @@ async def test_breaking_out_aborts() -> None:
                 break
         await wait_all_tasks_blocked()
 
-        assert [["r"]] == world.engine.aborts()
+        assert world.engine.aborts() == [["r"]]
         world.assert_tidy()
 
 
@@ -33,7 +33,7 @@ async def test_an_error_in_the_block_aborts_and_comes_out_as_it_is() -> None:
                 raise ZeroDivisionError
         await wait_all_tasks_blocked()
 
-        assert [["r"]] == world.engine.aborts()
+        assert world.engine.aborts() == [["r"]]
         world.assert_tidy()
 
 
@@ -45,7 +45,7 @@ async def test_a_timeout_aborts(autojump_clock: MockClock) -> None:
         await wait_all_tasks_blocked()
 
         assert scope.cancelled_caught
-        assert [["r"]] == world.engine.aborts()
+        assert world.engine.aborts() == [["r"]]
         world.assert_tidy()
 
 
@@ -60,12 +60,12 @@ async def test_those_who_leave_together_share_one_message_per_engine() -> None:
             for number in range(100):
                 nursery.start_soon(call, number)
             await wait_all_tasks_blocked()
-            assert [50, 50] == [len(engine.requests()) for engine in world.engines]
+            assert [len(engine.requests()) for engine in world.engines] == [50, 50]
             nursery.cancel_scope.cancel()
         await wait_all_tasks_blocked()
 
         aborts = [engine.aborts() for engine in world.engines]
-        assert [1, 1] == [len(messages) for messages in aborts]
+        assert [len(messages) for messages in aborts] == [1, 1]
         assert {f"r{number}" for number in range(100)} == {
             request_id for messages in aborts for ids in messages for request_id in ids
         }
@@ -94,11 +94,12 @@ async def test_an_abort_is_a_last_output_and_told_to_the_engine() -> None:
 
             outputs = [item.output async for item in stream]
 
-            assert [([7], None), ([], FinishReason.ABORT)] == [
-                (output.new_token_ids, output.finish_reason) for output in outputs
+            assert [(output.new_token_ids, output.finish_reason) for output in outputs] == [
+                ([7], None),
+                ([], FinishReason.ABORT),
             ]
         await wait_all_tasks_blocked()
-        assert [["r"]] == world.engine.aborts()
+        assert world.engine.aborts() == [["r"]]
         world.assert_tidy()
 
 
@@ -112,9 +113,9 @@ async def test_abort_all() -> None:
             world.client.abort_all()
 
             for stream in streams:
-                assert FinishReason.ABORT is (await anext(stream)).output.finish_reason
+                assert (await anext(stream)).output.finish_reason is FinishReason.ABORT
         await wait_all_tasks_blocked()
-        assert [[["r0", "r2"]], [["r1", "r3"]]] == [engine.aborts() for engine in world.engines]
+        assert [engine.aborts() for engine in world.engines] == [[["r0", "r2"]], [["r1", "r3"]]]
         world.assert_tidy()
 
 
@@ -125,7 +126,7 @@ async def test_aborting_nothing_sends_nothing() -> None:
         world.client.abort(["unknown"])
         await wait_all_tasks_blocked()
 
-        assert [] == world.engine.received()
+        assert world.engine.received() == []
 
 
 async def test_a_string_is_not_a_list_of_ids() -> None:
@@ -143,12 +144,14 @@ async def test_the_engine_hears_of_an_abort_before_the_id_comes_again() -> None:
         world.client.submit(make_request(), second)
         await wait_all_tasks_blocked()
 
-        assert [EngineCoreRequest, AbortRequests, EngineCoreRequest] == [
-            type(message) for message in world.engine.received()
+        assert [type(message) for message in world.engine.received()] == [
+            EngineCoreRequest,
+            AbortRequests,
+            EngineCoreRequest,
         ]
         await world.engine.emit("r", [7], FinishReason.LENGTH)
-        assert FinishReason.ABORT is (await anext(first)).output.finish_reason
-        assert [7] == (await anext(second)).output.new_token_ids
+        assert (await anext(first)).output.finish_reason is FinishReason.ABORT
+        assert (await anext(second)).output.new_token_ids == [7]
 
 
 async def test_an_abort_that_crosses_the_last_token_changes_nothing() -> None:
@@ -157,11 +160,11 @@ async def test_an_abort_that_crosses_the_last_token_changes_nothing() -> None:
             await world.engine.emit("r", [7], FinishReason.LENGTH)
             world.client.abort(["r"])
 
-            assert FinishReason.LENGTH is (await anext(stream)).output.finish_reason
+            assert (await anext(stream)).output.finish_reason is FinishReason.LENGTH
             with pytest.raises(StopAsyncIteration):
                 await anext(stream)
         await wait_all_tasks_blocked()
-        assert [] == world.engine.aborts()
+        assert world.engine.aborts() == []
 
 
 async def test_nothing_grows_with_the_number_of_requests() -> None:
@@ -175,7 +178,7 @@ async def test_nothing_grows_with_the_number_of_requests() -> None:
             for stream in itertools.chain(*streams.values()):
                 world.client.submit(make_request(stream.request_id), stream)
             await wait_all_tasks_blocked()
-            assert [200, 200] == [len(engine.requests()) for engine in world.engines]
+            assert [len(engine.requests()) for engine in world.engines] == [200, 200]
             for engine in world.engines:
                 await engine.send(
                     *[
@@ -190,7 +193,7 @@ async def test_nothing_grows_with_the_number_of_requests() -> None:
             world.client.abort([stream.request_id for stream in streams["aborted"]])
             await wait_all_tasks_blocked()
             aborts = [engine.aborts() for engine in world.engines]
-            assert 300 == sum(len(ids) for messages in aborts for ids in messages)
+            assert sum(len(ids) for messages in aborts for ids in messages) == 300
 
         world.assert_tidy()
-        assert [0, 0] == [world.client._balancer.in_flight(index) for index in range(2)]
+        assert [world.client._balancer.in_flight(index) for index in range(2)] == [0, 0]

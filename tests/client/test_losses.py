@@ -53,12 +53,12 @@ async def test_a_lost_engine_fails_its_requests_within_the_promised_time_and_no_
         error = await fate(lost)
 
         assert trio.current_time() - start <= 2
-        assert (0, CONNECTION_LOST) == (error.engine_index, error.reason)
+        assert (error.engine_index, error.reason) == (0, CONNECTION_LOST)
         assert not world.client.is_healthy
-        assert [0] == list(world.client.dead_engines)
+        assert list(world.client.dead_engines) == [0]
         assert world.client.failure is None
         await world.engines[1].emit("r1", [7], FinishReason.LENGTH)
-        assert [7] == (await anext(other)).output.new_token_ids
+        assert (await anext(other)).output.new_token_ids == [7]
         await world.round_trip()
         world.assert_tidy()
 
@@ -75,9 +75,9 @@ async def test_outputs_that_were_under_way_still_arrive(autojump_clock: MockCloc
             make_output([8], "finishing", finish_reason=FinishReason.LENGTH),
         )
 
-        assert [7] == (await anext(stream)).output.new_token_ids
-        assert CONNECTION_LOST == (await fate(stream)).reason
-        assert [8] == (await anext(finishing)).output.new_token_ids
+        assert (await anext(stream)).output.new_token_ids == [7]
+        assert (await fate(stream)).reason == CONNECTION_LOST
+        assert (await anext(finishing)).output.new_token_ids == [8]
         with pytest.raises(StopAsyncIteration):
             await anext(finishing)
 
@@ -92,7 +92,7 @@ async def test_nothing_can_be_asked_of_the_only_engine_while_its_outputs_trickle
             world.client.submit(make_request(), OutputStream("r"))
         with pytest.raises(EngineDeadError, match="engine 0 is dead"):
             await world.client.call_utility("is_sleeping")
-        assert [] == world.client.engine_indices
+        assert world.client.engine_indices == []
         world.assert_tidy()
 
 
@@ -104,7 +104,7 @@ async def test_a_failed_send_is_a_loss_and_its_cause_is_kept(autojump_clock: Moc
         world.client.submit(make_request("second"), second)
         await world.engine.emit("r", [7])
 
-        assert [7] == (await anext(stream)).output.new_token_ids
+        assert (await anext(stream)).output.new_token_ids == [7]
         error = await fate(stream)
         assert isinstance(error.__cause__, PeerGoneError)
         assert error.__cause__ is (await fate(stream)).__cause__
@@ -130,8 +130,8 @@ async def test_a_call_may_find_that_the_only_engine_is_gone(autojump_clock: Mock
 
         with pytest.raises(EngineDeadError, match="engine 0 is dead"):
             await world.client.call_utility("is_sleeping")
-        assert 0 == trio.current_time()
-        assert [CONNECTION_LOST] * 2 == [(await fate(sink)).reason for sink in sinks]
+        assert trio.current_time() == 0
+        assert [(await fate(sink)).reason for sink in sinks] == [CONNECTION_LOST] * 2
 
 
 async def test_a_used_id_may_show_that_the_only_engine_is_gone(autojump_clock: MockClock) -> None:
@@ -158,8 +158,8 @@ async def test_late_rows_of_the_dead_are_dropped(autojump_clock: MockClock) -> N
         await world.engines[0].report(running=3)
         await world.engines[1].emit("r0", [2])
 
-        assert [2] == (await anext(again)).output.new_token_ids
-        assert {} == world.client.scheduler_stats()
+        assert (await anext(again)).output.new_token_ids == [2]
+        assert world.client.scheduler_stats() == {}
 
 
 async def test_engines_in_lockstep_fail_together(autojump_clock: MockClock) -> None:
@@ -167,12 +167,12 @@ async def test_engines_in_lockstep_fail_together(autojump_clock: MockClock) -> N
         streams = await open_streams(stack, world)
         await world.engines[1].die()
 
-        assert [1, 1] == [(await fate(stream)).engine_index for stream in streams]
-        assert 1 == (await _failure(world)).engine_index
+        assert [(await fate(stream)).engine_index for stream in streams] == [1, 1]
+        assert (await _failure(world)).engine_index == 1
         with pytest.raises(EngineDeadError):
             world.client.submit(make_request(), OutputStream("r"))
         await wait_all_tasks_blocked()
-        assert [["r0"]] == world.engines[0].aborts()
+        assert world.engines[0].aborts() == [["r0"]]
         world.assert_tidy()
 
 
@@ -184,8 +184,8 @@ async def test_the_client_fails_with_its_last_engine(autojump_clock: MockClock) 
 
         error = await _failure(world)
 
-        assert 0 == error.engine_index
-        assert [1, 0] == list(world.client.dead_engines)
+        assert error.engine_index == 0
+        assert list(world.client.dead_engines) == [1, 0]
 
 
 async def test_each_waiter_gets_an_error_of_its_own(autojump_clock: MockClock) -> None:
@@ -199,7 +199,7 @@ async def test_each_waiter_gets_an_error_of_its_own(autojump_clock: MockClock) -
             errors.append(caught.value)
         first = world.client.dead_engines[0]
 
-        assert 4 == len({id(error) for error in errors})
+        assert len({id(error) for error in errors}) == 4
         assert all(error.__cause__ is first for error in errors)
         assert first.__traceback__ is None
         assert first is await world.client.wait_failed()
@@ -215,11 +215,11 @@ async def test_the_farewell_of_the_only_engine_counts_at_once(autojump_clock: Mo
         start = trio.current_time()
         await world.engine.say_farewell()
 
-        assert [7] == (await anext(stream)).output.new_token_ids
-        assert REPORTED_DEATH == (await fate(stream)).reason
+        assert (await anext(stream)).output.new_token_ids == [7]
+        assert (await fate(stream)).reason == REPORTED_DEATH
         assert start == trio.current_time()
         await world.engine.die()
-        assert REPORTED_DEATH == (await _failure(world)).reason
+        assert (await _failure(world)).reason == REPORTED_DEATH
 
 
 async def test_of_several_it_is_the_engine_whose_connection_breaks_next(
@@ -234,10 +234,10 @@ async def test_of_several_it_is_the_engine_whose_connection_breaks_next(
 
         error = await fate(streams[1])
 
-        assert (1, REPORTED_DEATH) == (error.engine_index, error.reason)
+        assert (error.engine_index, error.reason) == (1, REPORTED_DEATH)
         await trio.sleep(2 * FAREWELL_GRACE)
         assert world.client.failure is None
-        assert [1] == list(world.client.dead_engines)
+        assert list(world.client.dead_engines) == [1]
 
 
 async def test_a_farewell_may_be_read_after_the_loss(autojump_clock: MockClock) -> None:
@@ -263,7 +263,7 @@ async def test_a_farewell_long_after_a_loss_is_another_engines(autojump_clock: M
         await trio.sleep(1)
 
         deaths = world.client.dead_engines
-        assert [CONNECTION_LOST, REPORTED_DEATH] == [deaths[index].reason for index in (0, 1)]
+        assert [deaths[index].reason for index in (0, 1)] == [CONNECTION_LOST, REPORTED_DEATH]
 
 
 async def test_if_nobody_goes_after_a_farewell_none_can_be_relied_on(
@@ -276,9 +276,9 @@ async def test_if_nobody_goes_after_a_farewell_none_can_be_relied_on(
 
         errors = [await fate(stream) for stream in streams]
 
-        assert FAREWELL_GRACE == trio.current_time() - start
-        assert [(None, REPORTED_DEATH)] * 2 == [(e.engine_index, e.reason) for e in errors]
-        assert "an engine is dead: it reported ENGINE_CORE_DEAD" == str(errors[0])
+        assert trio.current_time() - start == FAREWELL_GRACE
+        assert [(e.engine_index, e.reason) for e in errors] == [(None, REPORTED_DEATH)] * 2
+        assert str(errors[0]) == "an engine is dead: it reported ENGINE_CORE_DEAD"
 
 
 async def test_each_farewell_has_its_own_time(autojump_clock: MockClock) -> None:
@@ -302,7 +302,7 @@ async def test_farewells_beyond_the_number_of_engines_are_ignored(
             world.outputs.send_nowait([b"ENGINE_CORE_DEAD"])
         await wait_all_tasks_blocked()
 
-        assert 2 == len(world.client._lives._farewells)
+        assert len(world.client._lives._farewells) == 2
 
 
 async def test_engines_in_lockstep_take_any_farewell_for_the_end(autojump_clock: MockClock) -> None:
@@ -311,7 +311,7 @@ async def test_engines_in_lockstep_take_any_farewell_for_the_end(autojump_clock:
         start = trio.current_time()
         await world.engines[0].say_farewell()
 
-        assert [None, None] == [(await fate(stream)).engine_index for stream in streams]
+        assert [(await fate(stream)).engine_index for stream in streams] == [None, None]
         assert start == trio.current_time()
 
 
@@ -332,12 +332,12 @@ async def test_the_farewell_of_an_engine_whose_connection_is_known_counts_at_onc
         error = await fate(streams[1])
 
         assert start == trio.current_time()
-        assert (1, REPORTED_DEATH) == (error.engine_index, error.reason)
+        assert (error.engine_index, error.reason) == (1, REPORTED_DEATH)
         for _ in range(2):
             await world.engines[1].say_farewell()
         await world.engines[1].die()
         await trio.sleep(2 * FAREWELL_GRACE)
-        assert [1] == list(world.client.dead_engines)
+        assert list(world.client.dead_engines) == [1]
         assert (data_parallel_size == 1) == (world.client.failure is None)
 
 
@@ -347,7 +347,7 @@ async def test_an_answer_makes_the_connection_known_too(autojump_clock: MockCloc
             await engine.answer(123)
         await world.engines[0].say_farewell()
 
-        assert [0] == list(world.client.dead_engines)
+        assert list(world.client.dead_engines) == [0]
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -370,7 +370,7 @@ async def test_the_loss_of_a_known_sender_does_not_take_anothers_farewell(
         await other.die()
         await trio.sleep(2 * LOSS_GRACE)
 
-        assert REPORTED_DEATH == world.client.dead_engines[other.index].reason
+        assert world.client.dead_engines[other.index].reason == REPORTED_DEATH
         await trio.sleep(2 * FAREWELL_GRACE)
         assert world.client.failure is None
 
@@ -396,9 +396,9 @@ async def test_what_cannot_be_read_ends_its_engine(frame: bytes, autojump_clock:
 
         error = await fate(stream)
 
-        assert 0 == error.engine_index
+        assert error.engine_index == 0
         assert isinstance(error.__cause__, DecodeError)
-        assert f"engine 0 is dead: {UNREADABLE}: {error.__cause__}" == str(error)
+        assert str(error) == f"engine 0 is dead: {UNREADABLE}: {error.__cause__}"
         world.assert_tidy()
 
 
@@ -409,12 +409,12 @@ async def test_a_message_that_names_its_engine_ends_no_other(autojump_clock: Moc
 
         error = await fate(streams[1])
 
-        assert 1 == error.engine_index
+        assert error.engine_index == 1
         assert "cannot decode outputs from engine 1 at outputs" in str(error.__cause__)
         await world.engines[1].say(b"\x92\x01\xa7no rows")
         await world.engines[0].emit("r0", [7], FinishReason.LENGTH)
-        assert [7] == (await anext(streams[0])).output.new_token_ids
-        assert [0] == world.client.engine_indices
+        assert (await anext(streams[0])).output.new_token_ids == [7]
+        assert world.client.engine_indices == [0]
 
 
 @pytest.mark.parametrize("frame", [b"\xc1", b"\x92\x09\xa7no rows"], ids=["nobody", "stranger"])
@@ -430,7 +430,7 @@ async def test_if_the_sender_cannot_be_told_no_engine_can_be_relied_on(
                 await anext(stream)
         assert isinstance(world.client.failure, DecodeError)
         await wait_all_tasks_blocked()
-        assert [[["r0"]], [["r1"]]] == [engine.aborts() for engine in world.engines]
+        assert [engine.aborts() for engine in world.engines] == [[["r0"]], [["r1"]]]
 
 
 @pytest.mark.parametrize("frame", [b"\xc1", b"\x92\x01\xa7no rows"], ids=["nobody", "other"])
@@ -447,9 +447,9 @@ async def test_the_connection_tells_who_sent_what_cannot_be_read(
 
         error = await fate(streams[0])
 
-        assert 0 == error.engine_index
+        assert error.engine_index == 0
         await world.engines[1].emit("r1", [7], FinishReason.LENGTH)
-        assert [7] == (await anext(streams[1])).output.new_token_ids
+        assert (await anext(streams[1])).output.new_token_ids == [7]
         assert world.client.failure is None
 
 
@@ -473,8 +473,8 @@ async def test_outputs_from_an_engine_that_is_none_are_taken_but_not_remembered(
                 stranger, engine_index=index, scheduler_stats=SchedulerStats()
             )
 
-        assert [7] == (await anext(streams[0])).output.new_token_ids
-        assert {} == world.client.scheduler_stats()
+        assert (await anext(streams[0])).output.new_token_ids == [7]
+        assert world.client.scheduler_stats() == {}
         assert world.client.is_healthy
 
 
@@ -493,11 +493,11 @@ async def test_a_row_that_cannot_be_read_hurts_only_its_request(autojump_clock: 
         with pytest.raises(DecodeError) as caught:
             await anext(bad)
 
-        assert ("bad", 0) == (caught.value.request_id, caught.value.engine_index)
+        assert (caught.value.request_id, caught.value.engine_index) == ("bad", 0)
         assert "new_token_ids[1]" in caught.value.where
-        assert [8] == (await anext(good)).output.new_token_ids
+        assert (await anext(good)).output.new_token_ids == [8]
         await wait_all_tasks_blocked()
-        assert [["bad"]] == world.engine.aborts()
+        assert world.engine.aborts() == [["bad"]]
         assert world.client.is_healthy
 
 
@@ -530,7 +530,7 @@ async def test_token_ids_0_and_1_are_token_ids(autojump_clock: MockClock) -> Non
         (stream,) = await open_streams(stack, world)
         await world.engine.emit("r0", [0, 1])
 
-        assert [0, 1] == (await anext(stream)).output.new_token_ids
+        assert (await anext(stream)).output.new_token_ids == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -552,10 +552,10 @@ async def test_a_request_that_is_called_finished_without_a_last_output_has_faile
         (stream,) = await open_streams(stack, world)
         await world.engine.send(make_output([7], "r0"), finished_requests=["r0", "stranger"])
 
-        assert [7] == (await anext(stream)).output.new_token_ids
+        assert (await anext(stream)).output.new_token_ids == [7]
         with pytest.raises(DecodeError, match="no last output") as caught:
             await anext(stream)
-        assert ("r0", 0) == (caught.value.request_id, caught.value.engine_index)
+        assert (caught.value.request_id, caught.value.engine_index) == ("r0", 0)
         world.assert_tidy()
 
 
@@ -567,7 +567,7 @@ async def test_one_that_has_finished_in_the_same_message_has_not_failed(
         last = make_output([7], "r0", finish_reason=FinishReason.LENGTH)
         await world.engine.send(last, finished_requests=["r0"])
 
-        assert [[7]] == [item.output.new_token_ids async for item in stream]
+        assert [item.output.new_token_ids async for item in stream] == [[7]]
 
 
 async def test_an_engine_dies_once(autojump_clock: MockClock) -> None:
@@ -591,7 +591,7 @@ async def test_health(autojump_clock: MockClock) -> None:
         client = world.client
         assert client.is_healthy
         assert client.failure is None
-        assert {} == client.dead_engines
+        assert client.dead_engines == {}
         with trio.move_on_after(math.inf) as scope:
             scope.deadline = trio.current_time() + 100
             await client.wait_failed()

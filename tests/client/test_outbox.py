@@ -82,10 +82,10 @@ async def test_what_is_posted_goes_when_others_have_had_their_turn() -> None:
         post(outbox, b"a", b"b")
         outbox.abort(0, "a")
         post(outbox, b"c", engine_index=1)
-        assert [] == engines.take()
+        assert engines.take() == []
         await wait_all_tasks_blocked()
 
-        assert [(0, b"a"), (0, b"b"), (1, b"c"), (0, payload_of_abort("a"))] == engines.take()
+        assert engines.take() == [(0, b"a"), (0, b"b"), (1, b"c"), (0, payload_of_abort("a"))]
         assert not outbox
 
 
@@ -96,12 +96,12 @@ async def test_a_hold_ends_when_it_is_released(autojump_clock: MockClock) -> Non
         await wait_all_tasks_blocked()
         post(outbox, b"b")
         await wait_all_tasks_blocked()
-        assert [] == engines.take()
+        assert engines.take() == []
 
         outbox.release()
         await wait_all_tasks_blocked()
-        assert [(0, b"a"), (0, b"b")] == engines.take()
-        assert 0 == trio.current_time()
+        assert engines.take() == [(0, b"a"), (0, b"b")]
+        assert trio.current_time() == 0
 
 
 async def test_a_hold_has_an_end_although_others_follow(autojump_clock: MockClock) -> None:
@@ -111,7 +111,7 @@ async def test_a_hold_has_an_end_although_others_follow(autojump_clock: MockCloc
             outbox.hold()
             post(outbox, b"a")
             await trio.sleep(HOLD * 0.3)
-        assert 8 == len(engines.take())
+        assert len(engines.take()) == 8
 
 
 async def test_an_abort_ends_a_hold(autojump_clock: MockClock) -> None:
@@ -122,8 +122,8 @@ async def test_an_abort_ends_a_hold(autojump_clock: MockClock) -> None:
         outbox.abort(0, "b")
         outbox.hold()
         await wait_all_tasks_blocked()
-        assert [(0, b"a"), (0, payload_of_abort("b"))] == engines.take()
-        assert 0 == trio.current_time()
+        assert engines.take() == [(0, b"a"), (0, payload_of_abort("b"))]
+        assert trio.current_time() == 0
 
 
 async def test_an_old_hold_holds_nothing(autojump_clock: MockClock) -> None:
@@ -132,7 +132,7 @@ async def test_an_old_hold_holds_nothing(autojump_clock: MockClock) -> None:
         await trio.sleep(2 * HOLD)
         post(outbox, b"a")
         await wait_all_tasks_blocked()
-        assert [(0, b"a")] == engines.take()
+        assert engines.take() == [(0, b"a")]
 
 
 async def test_a_used_id_goes_out_before_it_is_used_again(autojump_clock: MockClock) -> None:
@@ -140,9 +140,9 @@ async def test_a_used_id_goes_out_before_it_is_used_again(autojump_clock: MockCl
         post(outbox, b"a", b"b")
         outbox.abort(0, "a")
         outbox.prepare_id("b")
-        assert [] == engines.take()
+        assert engines.take() == []
         outbox.prepare_id("a")
-        assert [(0, b"a"), (0, b"b"), (0, payload_of_abort("a"))] == engines.take()
+        assert engines.take() == [(0, b"a"), (0, b"b"), (0, payload_of_abort("a"))]
 
 
 async def test_what_was_posted_to_an_engine_that_is_gone_is_given_back() -> None:
@@ -154,8 +154,8 @@ async def test_what_was_posted_to_an_engine_that_is_gone_is_given_back() -> None
         post(outbox, b"b")
         await wait_all_tasks_blocked()
 
-        assert [(0, b"b")] == engines.take()
-        assert (["a"], [1, 1]) == (engines.unsent, engines.found_gone)
+        assert engines.take() == [(0, b"b")]
+        assert (engines.unsent, engines.found_gone) == (["a"], [1, 1])
 
 
 class Resubmitting(OutputStream):
@@ -191,6 +191,6 @@ async def test_a_client_that_is_behind_lets_requests_wait(
             world.engine.outputs.send_nowait(encode_outputs(outputs))
         await wait_all_tasks_blocked()
 
-        assert [] == stream.received_before_the_last
-        assert 1 == len(world.engine.received())
-        assert 0 == trio.current_time()
+        assert stream.received_before_the_last == []
+        assert len(world.engine.received()) == 1
+        assert trio.current_time() == 0

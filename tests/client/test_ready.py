@@ -48,50 +48,50 @@ EVENTS = KvEventsConfig(enable_kv_cache_events=True)
     ],
 )
 def test_figures(name: str, values: tuple[object, object], expected: object) -> None:
-    assert expected == getattr(fleet(*({name: value} for value in values)), name)
+    assert getattr(fleet(*({name: value} for value in values)), name) == expected
 
 
 def test_the_model_dtype_is_the_engines() -> None:
-    assert "bfloat16" == fleet({"dtype": "bfloat16"}).model_dtype
+    assert fleet({"dtype": "bfloat16"}).model_dtype == "bfloat16"
 
 
 def test_requests_must_suit_every_engine() -> None:
     engines = fleet({"max_model_len": 9, "supports_lora": True}, {"supports_lora": False})
     limits = engines.limits(vocab_size=7)
 
-    assert (9, 7, False) == (limits.max_model_len, limits.vocab_size, limits.supports_lora)
+    assert (limits.max_model_len, limits.vocab_size, limits.supports_lora) == (9, 7, False)
 
 
 async def test_the_client_passes_on_what_is_asked_most() -> None:
     async with open_world(2, max_model_len=99, dtype="float16", vllm_version="0.32.0") as world:
         client = world.client
 
-        assert (99, "float16", "0.32.0") == (
+        assert (
             client.max_model_len,
             client.model_dtype,
             client.vllm_version,
-        )
-        assert ("memory:in", "memory:out") == (client.input_address, client.output_address)
-        assert [b"\x00\x00", b"\x01\x00"] == client.engine_identities
-        assert [0, 1] == client.engine_indices
-        assert 0 == client.in_flight_count
+        ) == (99, "float16", "0.32.0")
+        assert (client.input_address, client.output_address) == ("memory:in", "memory:out")
+        assert client.engine_identities == [b"\x00\x00", b"\x01\x00"]
+        assert client.engine_indices == [0, 1]
+        assert client.in_flight_count == 0
 
 
 async def test_statistics_of_the_newest_message_by_engine() -> None:
     async with open_world(2) as world:
-        assert {} == world.client.scheduler_stats()
+        assert world.client.scheduler_stats() == {}
         await world.engines[1].report(running=1)
         await world.engines[1].report(running=2, waiting=3, kv_cache_usage=0.5)
         await world.engines[1].send()
 
         stats = world.client.scheduler_stats()
 
-        assert [1] == list(stats)
-        assert (2, 3, 0.5) == (
+        assert list(stats) == [1]
+        assert (
             stats[1].num_running_reqs,
             stats[1].num_waiting_reqs,
             stats[1].kv_cache_usage,
-        )
+        ) == (2, 3, 0.5)
 
 
 async def test_a_listener_hears_all_statistics() -> None:
@@ -105,7 +105,7 @@ async def test_a_listener_hears_all_statistics() -> None:
         await world.engine.send()
         await world.engine.report(running=3)
 
-    assert [(0, 2), (0, 3)] == heard
+    assert heard == [(0, 2), (0, 3)]
 
 
 async def test_open_client_runs_a_client_over_its_links(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ async def test_open_client_runs_a_client_over_its_links(monkeypatch: pytest.Monk
 
         @asynccontextmanager
         async def open_frontend(mode: Bootstrapped) -> AsyncIterator[EngineChannels]:
-            assert "tcp://127.0.0.1:1" == mode.input_address
+            assert mode.input_address == "tcp://127.0.0.1:1"
             yield links
 
         monkeypatch.setattr("trio_vllm.client.client.open_frontend", open_frontend)
@@ -125,7 +125,7 @@ async def test_open_client_runs_a_client_over_its_links(monkeypatch: pytest.Monk
             client.submit(make_request(), OutputStream("r"))
             with pytest.raises(InvalidFieldError, match="vocabulary"):
                 client.submit(make_request("s", prompt_token_ids=[10]), OutputStream("s"))
-            assert [2] == [request.client_index for request in world.engine.requests()]
+            assert [request.client_index for request in world.engine.requests()] == [2]
         assert isinstance(client.failure, ClientClosedError)
 
 

@@ -27,7 +27,7 @@ async def submit(world: World, request_id: str, data_parallel_rank: int | None =
     request = make_request(request_id, data_parallel_rank=data_parallel_rank)
     world.client.submit(request, sink)
     await wait_all_tasks_blocked()
-    assert [request_id] == [r.request_id for r in world.engines[sink.engine_index].requests()]
+    assert [r.request_id for r in world.engines[sink.engine_index].requests()] == [request_id]
     return sink.engine_index
 
 
@@ -41,11 +41,11 @@ async def test_the_engine_with_the_fewest_requests_gets_the_next_and_ties_go_to_
     None
 ):
     async with open_world(3) as world:
-        assert [0, 1, 2, 0] == [await submit(world, request_id) for request_id in "abcd"]
+        assert [await submit(world, request_id) for request_id in "abcd"] == [0, 1, 2, 0]
 
         await world.engines[1].emit("b", [7], FinishReason.LENGTH)
         world.client.abort(["c"])
-        assert [1, 2, 1] == [await submit(world, request_id) for request_id in "efg"]
+        assert [await submit(world, request_id) for request_id in "efg"] == [1, 2, 1]
 
 
 async def test_what_engines_report_counts_and_what_was_admitted_since() -> None:
@@ -53,13 +53,13 @@ async def test_what_engines_report_counts_and_what_was_admitted_since() -> None:
         await world.engines[0].report(running=2, waiting=1)
         await world.engines[1].report(running=1)
 
-        assert [1, 1, 0, 1] == [await submit(world, request_id) for request_id in "abcd"]
+        assert [await submit(world, request_id) for request_id in "abcd"] == [1, 1, 0, 1]
 
 
 async def test_a_request_can_be_pinned() -> None:
     async with open_world(2) as world:
-        assert [1, 1] == [await submit(world, request_id, 1) for request_id in "ab"]
-        assert [0, 0] == [await submit(world, request_id) for request_id in "cd"]
+        assert [await submit(world, request_id, 1) for request_id in "ab"] == [1, 1]
+        assert [await submit(world, request_id) for request_id in "cd"] == [0, 0]
 
 
 @pytest.mark.parametrize("rank", [2, 99])
@@ -75,11 +75,11 @@ async def test_a_lost_engine_gets_nothing_from_its_loss_on(autojump_clock: MockC
     async with open_world(2) as world:
         await world.engines[0].die()
 
-        assert [1, 1] == [await submit(world, request_id) for request_id in "ab"]
-        assert [1] == world.client.engine_indices
+        assert [await submit(world, request_id) for request_id in "ab"] == [1, 1]
+        assert world.client.engine_indices == [1]
         with pytest.raises(InvalidDataParallelRankError) as caught:
             await submit(world, "c", 0)
-        assert [1] == caught.value.engine_indices
+        assert caught.value.engine_indices == [1]
 
 
 async def test_an_engine_that_turns_out_to_be_gone_is_passed_over() -> None:
@@ -87,7 +87,7 @@ async def test_an_engine_that_turns_out_to_be_gone_is_passed_over() -> None:
     async with open_world(3) as world:
         world.engines[0].vanish()
 
-        assert [1, 2] == [await submit(world, request_id) for request_id in "ab"]
+        assert [await submit(world, request_id) for request_id in "ab"] == [1, 2]
 
 
 async def test_what_is_submitted_to_busy_engines_goes_together() -> None:
@@ -95,10 +95,10 @@ async def test_what_is_submitted_to_busy_engines_goes_together() -> None:
     async with open_world(2) as world:
         for request_id in "abcdef":
             world.client.submit(make_request(request_id), OutputStream(request_id))
-        assert [["a"], ["b"]] == [request_ids(engine) for engine in world.engines]
+        assert [request_ids(engine) for engine in world.engines] == [["a"], ["b"]]
 
         await wait_all_tasks_blocked()
-        assert [["c", "e"], ["d", "f"]] == [request_ids(engine) for engine in world.engines]
+        assert [request_ids(engine) for engine in world.engines] == [["c", "e"], ["d", "f"]]
 
 
 async def test_an_array_may_be_changed_once_its_request_is_submitted() -> None:
@@ -113,7 +113,7 @@ async def test_an_array_may_be_changed_once_its_request_is_submitted() -> None:
         await wait_all_tasks_blocked()
 
         tensors = [request.prompt_embeds for request in world.engine.requests()]
-        assert [0, 1, 2] == [tensor and tensor.numpy()[0, 0] for tensor in tensors]
+        assert [tensor and tensor.numpy()[0, 0] for tensor in tensors] == [0, 1, 2]
 
 
 async def test_what_was_submitted_comes_before_a_call_and_its_own_abort() -> None:
@@ -137,16 +137,16 @@ async def test_requests_for_an_engine_that_turns_out_to_be_gone_go_to_another() 
         for request_id, sink in sinks.items():
             rank = 0 if request_id == "g" else None
             world.client.submit(make_request(request_id, data_parallel_rank=rank), sink)
-        assert ["a"] == request_ids(world.engines[0])
+        assert request_ids(world.engines[0]) == ["a"]
         world.engines[0].vanish()
         world.client.abort(["e"])
         await wait_all_tasks_blocked()
 
-        assert ["b", "d", "f", "c"] == request_ids(world.engines[1])
-        assert [0, 1, 1, 1] == [sinks[request_id].engine_index for request_id in "abcd"]
-        assert 4 == world.client._balancer.in_flight(1)
+        assert request_ids(world.engines[1]) == ["b", "d", "f", "c"]
+        assert [sinks[request_id].engine_index for request_id in "abcd"] == [0, 1, 1, 1]
+        assert world.client._balancer.in_flight(1) == 4
         await world.engines[1].emit("c", [7], FinishReason.LENGTH)
-        assert [[7]] == [item.output.new_token_ids async for item in sinks["c"]]
+        assert [item.output.new_token_ids async for item in sinks["c"]] == [[7]]
 
 
 async def test_garbled_statistics_harm_nobody(caplog: pytest.LogCaptureFixture) -> None:
@@ -155,6 +155,6 @@ async def test_garbled_statistics_harm_nobody(caplog: pytest.LogCaptureFixture) 
             stream = await stack.enter_async_context(world.client.call(make_request()))
             await world.engines[0].say(b"\x94\x00\x91\x92\xa1r\x91\x07\xa5stats\x00")
 
-            assert [7] == (await anext(stream)).output.new_token_ids
+            assert (await anext(stream)).output.new_token_ids == [7]
             assert "scheduler_stats" in caplog.text
             assert world.client.is_healthy

@@ -34,13 +34,13 @@ async def test_a_request_reaches_the_engine_completed_and_the_callers_is_unchang
     assert isinstance(got, EngineCoreRequest)
     assert got.sampling_params is not None
     assert got.sampling_params.structured_outputs is not None
-    assert (5, 3, [2, 7], "guidance") == (
+    assert (
         got.client_index,
         got.priority,
         got.sampling_params.all_stop_token_ids,
         got.sampling_params.structured_outputs.backend,
-    )
-    assert (0, ()) == (request.client_index, params.all_stop_token_ids)
+    ) == (5, 3, [2, 7], "guidance")
+    assert (request.client_index, params.all_stop_token_ids) == (0, ())
     assert params.structured_outputs is not None
     assert params.structured_outputs.backend is None
 
@@ -57,17 +57,17 @@ async def test_outputs_come_in_order_and_the_stream_ends_after_the_last() -> Non
 
             got = [output async for output in stream]
 
-            assert [[7], [8, 9], [2]] == [item.output.new_token_ids for item in got]
-            assert (0, 4.5, "w") == (got[0].engine_index, got[0].timestamp, got[0].weight_version)
-            assert (FinishReason.STOP, 2) == (
+            assert [item.output.new_token_ids for item in got] == [[7], [8, 9], [2]]
+            assert (got[0].engine_index, got[0].timestamp, got[0].weight_version) == (0, 4.5, "w")
+            assert (
                 got[2].output.finish_reason,
                 got[2].output.stop_reason,
-            )
+            ) == (FinishReason.STOP, 2)
             world.assert_tidy()
             with pytest.raises(StopAsyncIteration):
                 await anext(stream)
         await wait_all_tasks_blocked()
-        assert [] == world.engine.aborts()
+        assert world.engine.aborts() == []
 
 
 async def test_a_reader_waits_for_the_next_output() -> None:
@@ -76,7 +76,7 @@ async def test_a_reader_waits_for_the_next_output() -> None:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(world.engine.emit, "r", [7])
                 with assert_checkpoints():
-                    assert [7] == (await anext(stream)).output.new_token_ids
+                    assert (await anext(stream)).output.new_token_ids == [7]
             await world.engine.emit("r", [8], FinishReason.LENGTH)
             with assert_checkpoints():
                 await anext(stream)
@@ -110,9 +110,9 @@ async def test_a_reader_who_was_overtaken_waits_for_the_next_output() -> None:
                 nursery.start_soon(read)
                 nursery.start_soon(read)
                 await wait_all_tasks_blocked()
-                assert [[7]] == got
+                assert got == [[7]]
                 await world.engine.emit("r", [8])
-            assert [[7], [8]] == got
+            assert got == [[7], [8]]
 
 
 async def test_a_slow_reader_stalls_nobody_and_loses_nothing() -> None:
@@ -121,7 +121,7 @@ async def test_a_slow_reader_stalls_nobody_and_loses_nothing() -> None:
         async with world.client.call(slow) as slow_stream, world.client.call(fast) as fast_stream:
             for token in range(500):
                 await world.engine.send(make_output([token], "slow"), make_output([token], "fast"))
-                assert [token] == (await anext(fast_stream)).output.new_token_ids
+                assert (await anext(fast_stream)).output.new_token_ids == [token]
 
             assert list(range(500)) == [
                 (await anext(slow_stream)).output.new_token_ids[0] for _ in range(500)
@@ -136,7 +136,7 @@ async def test_outputs_of_unknown_requests_are_dropped() -> None:
             await world.engine.send(finished_requests=["stranger"])
             await world.engine.emit("r", [7])
 
-            assert [7] == (await anext(stream)).output.new_token_ids
+            assert (await anext(stream)).output.new_token_ids == [7]
             assert world.client.is_healthy
 
 
@@ -145,7 +145,7 @@ async def test_outputs_without_tokens_are_passed_on() -> None:
         async with world.client.call(make_request()) as stream:
             await world.engine.emit("r")
 
-            assert [] == (await anext(stream)).output.new_token_ids
+            assert (await anext(stream)).output.new_token_ids == []
 
 
 @pytest.mark.parametrize("request_id", ["x" * 1_000_000, "", "🦜", "a\x00b", "../x"])
@@ -188,7 +188,7 @@ async def test_what_an_engine_would_die_of_is_not_sent(params: dict[str, object]
         with pytest.raises(InvalidFieldError, match="sampling_params"):
             world.client.submit(make_request(sampling_params=sampling_params), OutputStream("r"))
 
-        assert [] == world.engine.received()
+        assert world.engine.received() == []
         world.assert_tidy()
         await world.round_trip()
 
@@ -209,9 +209,9 @@ async def test_bad_fields_are_refused_by_name(fields: dict[str, Any], name: str)
         with pytest.raises(InvalidFieldError) as caught:
             world.client.submit(make_request("bad", **fields), OutputStream("bad"))
 
-        assert "bad" == caught.value.request_id
+        assert caught.value.request_id == "bad"
         assert caught.value.field.startswith(name)
-        assert [] == world.engine.received()
+        assert world.engine.received() == []
 
 
 async def test_an_empty_prompt_is_refused() -> None:
@@ -227,12 +227,12 @@ async def test_an_id_in_flight_is_refused_and_its_first_request_goes_on() -> Non
                 async with world.client.call(make_request()):
                     raise AssertionError("it was sent")
 
-            assert "r" == caught.value.request_id
-            assert 1 == len(world.engine.requests())
+            assert caught.value.request_id == "r"
+            assert len(world.engine.requests()) == 1
             await world.engine.emit("r", [7], FinishReason.LENGTH)
-            assert [7] == (await anext(stream)).output.new_token_ids
+            assert (await anext(stream)).output.new_token_ids == [7]
         await wait_all_tasks_blocked()
-        assert [] == world.engine.aborts()
+        assert world.engine.aborts() == []
 
 
 async def test_a_finished_id_may_be_used_again_while_the_first_block_is_open() -> None:
@@ -244,9 +244,9 @@ async def test_a_finished_id_may_be_used_again_while_the_first_block_is_open() -
             await anext(first)
         await wait_all_tasks_blocked()
 
-        assert [] == world.engine.aborts()
+        assert world.engine.aborts() == []
         await world.engine.emit("r", [2], FinishReason.LENGTH)
-        assert [2] == (await anext(second)).output.new_token_ids
+        assert (await anext(second)).output.new_token_ids == [2]
         world.assert_tidy()
 
 

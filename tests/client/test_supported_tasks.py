@@ -48,7 +48,7 @@ async def test_a_pooling_request_is_not_sent_to_a_model_that_generates() -> None
         async with client.call(make_request()):
             pass
 
-        assert {0: ASKED} == engines.calls
+        assert engines.calls == {0: ASKED}
 
 
 async def test_a_generation_request_is_not_sent_to_a_model_that_is_known_to_pool() -> None:
@@ -60,7 +60,7 @@ async def test_a_generation_request_is_not_sent_to_a_model_that_is_known_to_pool
         with pytest.raises(UnsupportedFieldError):
             client.submit(make_request(), OutputStream("r"))
 
-        assert {0: ASKED} == engines.calls
+        assert engines.calls == {0: ASKED}
 
 
 async def test_generation_asks_nothing() -> None:
@@ -68,7 +68,7 @@ async def test_generation_asks_nothing() -> None:
         async with client.call(make_request()):
             pass
 
-        assert {0: []} == engines.calls
+        assert engines.calls == {0: []}
 
 
 async def test_other_limits_stay() -> None:
@@ -80,7 +80,7 @@ async def test_other_limits_stay() -> None:
         assert 10 == before.vocab_size == world.client._limits.vocab_size
         assert before.max_model_len == world.client._limits.max_model_len
         async with world.client.call(make_pooling_request()) as outputs:
-            assert [True] == [o.output.pooling_output is not None async for o in outputs]
+            assert [o.output.pooling_output is not None async for o in outputs] == [True]
 
 
 async def test_concurrent_requests_ask_once() -> None:
@@ -95,7 +95,7 @@ async def test_concurrent_requests_ask_once() -> None:
             for number in range(5):
                 nursery.start_soon(pool, number)
 
-        assert {0: ASKED, 1: ASKED} == engines.calls
+        assert engines.calls == {0: ASKED, 1: ASKED}
 
 
 async def learn_in(world: World, nursery: trio.Nursery) -> list[BaseException | None]:
@@ -130,7 +130,7 @@ async def test_asking_again_does_not_take_longer(autojump_clock: MockClock) -> N
         first = world.engines[1].call()
         await world.engines[1].answer(first.call_id, ["embed"])
         assert first.method == world.engines[1].call().method
-    assert 5 == trio.current_time()
+    assert trio.current_time() == 5
 
 
 async def test_who_waits_asks_again_for_one_that_was_cancelled() -> None:
@@ -139,17 +139,17 @@ async def test_who_waits_asks_again_for_one_that_was_cancelled() -> None:
             await learn_in(world, first)
             asked = world.engine.call()
             ends = await learn_in(world, nursery)
-            assert [] == world.engine.received()
+            assert world.engine.received() == []
             first.cancel_scope.cancel()
         await wait_all_tasks_blocked()
         again = world.engine.call()
         assert "get_supported_tasks" == asked.method == again.method
         await world.engine.answer(asked.call_id, ["classify"])  # late, for nobody
-        assert [] == ends
+        assert ends == []
         await world.engine.answer(again.call_id, ["embed"])
 
-        assert [None] == ends
-        assert ["embed"] == world.client._limits.supported_tasks
+        assert ends == [None]
+        assert world.client._limits.supported_tasks == ["embed"]
         world.assert_tidy()
 
 
@@ -161,8 +161,8 @@ async def test_an_engine_that_dies_meanwhile_is_not_needed() -> None:
         await trio.sleep(2 * LOSS_GRACE)
         await world.engines[0].answer(world.engines[0].call().call_id, ["embed"])
 
-        assert [None] == ends
-        assert ["embed"] == world.client._limits.supported_tasks
+        assert ends == [None]
+        assert world.client._limits.supported_tasks == ["embed"]
 
 
 async def test_when_the_last_engine_dies_so_does_the_request() -> None:
@@ -170,7 +170,7 @@ async def test_when_the_last_engine_dies_so_does_the_request() -> None:
         ends = await learn_in(world, nursery)
         await world.engine.say_farewell()
 
-        assert [EngineDeadError] == [type(end) for end in ends]
+        assert [type(end) for end in ends] == [EngineDeadError]
         world.assert_tidy()
 
 
@@ -180,7 +180,7 @@ async def test_a_closed_client_asks_nobody() -> None:
         world.client.close()
         await wait_all_tasks_blocked()
 
-        assert [ClientClosedError] == [type(end) for end in ends]
+        assert [type(end) for end in ends] == [ClientClosedError]
         with pytest.raises(ClientClosedError):
             async with world.client.call(make_pooling_request()):
                 raise AssertionError("it was sent")
@@ -201,7 +201,7 @@ async def test_engines_that_do_not_say_are_asked_again(
         answers["get_supported_tasks"] = ["embed"]
         await client.learn_supported_tasks()
 
-        assert {0: ASKED * 3} == engines.calls
+        assert engines.calls == {0: ASKED * 3}
 
 
 async def test_cancelled_anywhere_it_leaves_nothing_behind() -> None:
@@ -209,7 +209,7 @@ async def test_cancelled_anywhere_it_leaves_nothing_behind() -> None:
 
         async def pool() -> None:
             async with world.client.call(make_pooling_request()) as outputs:
-                assert 1 == len([output async for output in outputs])
+                assert len([output async for output in outputs]) == 1
 
         number = 1
         while await was_cancelled_at(number, pool):
@@ -252,10 +252,10 @@ async def test_a_new_client_does_not_wait_long_for_that(
 ) -> None:
     """It serves what it is asked for."""
     async with open_world() as world, opened_over(world, monkeypatch) as client:
-        assert _opening.LEARNING_TIMEOUT == trio.current_time()
+        assert trio.current_time() == _opening.LEARNING_TIMEOUT
         assert "what the engines support is not known" in caplog.text
         client.submit(make_request(), OutputStream("r"))
-        assert ["r"] == [request.request_id for request in world.engine.requests()]
+        assert [request.request_id for request in world.engine.requests()] == ["r"]
 
 
 async def test_a_new_client_may_find_that_no_engine_can_be_relied_on(

@@ -207,8 +207,8 @@ async def test_every_method(
         with assert_checkpoints():
             result = await call(client)
 
-    assert {0: [(method, args)], 1: [(method, args)]} == engines.calls
-    assert expected == result
+    assert engines.calls == {0: [(method, args)], 1: [(method, args)]}
+    assert result == expected
 
 
 @pytest.mark.parametrize(("call", "method", "args", "answer", "expected"), METHODS, ids=IDS)
@@ -227,10 +227,10 @@ async def test_every_method_fails_with_the_engine(
         with pytest.raises(UtilityCallFailedError) as caught:
             await call(client)
 
-    assert [method] == [name for name, _ in engines.calls[0]]
+    assert [name for name, _ in engines.calls[0]] == [method]
     assert method == caught.value.method
-    assert {1: f"Call to {method} method failed: no memory"} == caught.value.failures
-    assert [0] == caught.value.succeeded
+    assert caught.value.failures == {1: f"Call to {method} method failed: no memory"}
+    assert caught.value.succeeded == [0]
 
 
 async def test_every_method_has_a_limit(autojump_clock: trio.testing.MockClock) -> None:
@@ -243,7 +243,7 @@ async def test_every_method_has_a_limit(autojump_clock: trio.testing.MockClock) 
             await client.is_sleeping(timeout=3)
 
     assert begin + 3 == trio.current_time()
-    assert [0] == caught.value.missing_engines
+    assert caught.value.missing_engines == [0]
 
 
 WRONG: list[tuple[Call, str, object, str]] = [
@@ -290,7 +290,7 @@ async def test_result_of_wrong_type(
         caught.value.engine_index,
         caught.value.result,
     )
-    assert f"utility call '{method}': engine 1 answered {text}" == str(caught.value)
+    assert str(caught.value) == f"utility call '{method}': engine 1 answered {text}"
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ async def test_different_results(
         with pytest.raises(InconsistentUtilityResultsError) as caught:
             await call(client)
 
-    assert {0: True, 1: False, 2: True} == caught.value.results
+    assert caught.value.results == {0: True, 1: False, 2: True}
     assert "engine 0: True; engine 1: False; engine 2: True" in str(caught.value)
 
 
@@ -322,7 +322,7 @@ async def test_pause_of_an_old_engine(autojump_clock: trio.testing.MockClock, ve
     async with scripted_engines({"pause_scheduler": None}, [version]) as (client, engines):
         await client.pause_generation(PauseMode.WAIT, clear_cache=False)
 
-    assert [("pause_scheduler", ["wait", False])] == engines.calls[0]
+    assert engines.calls[0] == [("pause_scheduler", ["wait", False])]
 
 
 @pytest.mark.parametrize("version", ["0.33.0", "0.33.0rc1", "0.34.0.dev3+gabc", "my own", ""])
@@ -334,7 +334,7 @@ async def test_pause_falls_back_if_the_engine_cannot(
         await client.pause_generation()
 
     for calls in engines.calls.values():
-        assert ["pause_generation", "pause_scheduler"] == [name for name, _ in calls]
+        assert [name for name, _ in calls] == ["pause_generation", "pause_scheduler"]
 
 
 async def test_pause_that_fails_otherwise(autojump_clock: trio.testing.MockClock) -> None:
@@ -345,7 +345,7 @@ async def test_pause_that_fails_otherwise(autojump_clock: trio.testing.MockClock
             with pytest.raises(UtilityCallFailedError, match="pause_generation"):
                 await client.pause_generation()
 
-        assert [1, 1] == [len(calls) for calls in engines.calls.values()]
+        assert [len(calls) for calls in engines.calls.values()] == [1, 1]
 
 
 async def test_both_pauses_share_one_limit(autojump_clock: trio.testing.MockClock) -> None:
@@ -364,7 +364,7 @@ async def test_wrong_pause_mode(autojump_clock: trio.testing.MockClock) -> None:
         with pytest.raises(ValueError, match="hard"):
             await client.sleep(1, "hard")  # type: ignore[arg-type]
 
-    assert {0: []} == engines.calls
+    assert engines.calls == {0: []}
 
 
 async def test_profiler_options_need_a_new_engine(autojump_clock: trio.testing.MockClock) -> None:
@@ -374,7 +374,7 @@ async def test_profiler_options_need_a_new_engine(autojump_clock: trio.testing.M
             await client.start_profile(profiler_kwargs={})
         await client.start_profile()
 
-    assert [("profile", [True, None, None, None])] == engines.calls[1]
+    assert engines.calls[1] == [("profile", [True, None, None, None])]
 
 
 # Profiling --------------------------------------------------------------------------------------
@@ -389,7 +389,7 @@ async def test_second_profile_is_refused(autojump_clock: trio.testing.MockClock)
         await client.stop_profile()
         await client.start_profile()
 
-    assert [True, False, True] == [args[0] for _, args in engines.calls[0]]
+    assert [args[0] for _, args in engines.calls[0]] == [True, False, True]
 
 
 async def test_second_profile_at_the_same_time(autojump_clock: trio.testing.MockClock) -> None:
@@ -400,7 +400,7 @@ async def test_second_profile_at_the_same_time(autojump_clock: trio.testing.Mock
             with pytest.raises(UtilityRefusedError):
                 await client.start_profile()
 
-    assert 1 == len(engines.calls[0])
+    assert len(engines.calls[0]) == 1
 
 
 async def test_profile_that_did_not_start(autojump_clock: trio.testing.MockClock) -> None:
@@ -427,7 +427,7 @@ async def test_profile_that_was_not_sent(autojump_clock: trio.testing.MockClock)
             await client.start_profile(profiler_kwargs={"a": object()})
         await client.start_profile()
 
-    assert 1 == len(engines.calls[0])
+    assert len(engines.calls[0]) == 1
 
 
 # What is not sent -------------------------------------------------------------------------------
@@ -452,7 +452,7 @@ async def test_deadly_call_is_refused(
         with pytest.raises(UtilityRefusedError, match=reason):
             await call(client)
 
-    assert {0: []} == engines.calls
+    assert engines.calls == {0: []}
 
 
 async def test_argument_without_wire_form(autojump_clock: trio.testing.MockClock) -> None:
@@ -462,7 +462,7 @@ async def test_argument_without_wire_form(autojump_clock: trio.testing.MockClock
         with pytest.raises(TypeError, match=r"'collective_rpc'.*args\[2\]\[0\]"):
             await client.collective_rpc("m", [{1, 2}])
 
-    assert {0: []} == engines.calls
+    assert engines.calls == {0: []}
 
 
 async def test_adapter_as_a_real_engine_took_it(autojump_clock: trio.testing.MockClock) -> None:

@@ -53,7 +53,7 @@ async def test_results_come_by_engine_whatever_the_order() -> None:
             assert not outcome.is_over
             await world.engines[index].answer(call_id, index * 10)
 
-        assert [(0, 0), (1, 10), (2, 20)] == list((outcome.result or {}).items())
+        assert list((outcome.result or {}).items()) == [(0, 0), (1, 10), (2, 20)]
         world.assert_tidy()
 
 
@@ -65,7 +65,7 @@ async def test_what_an_engine_is_sent() -> None:
             request = world.engine.call()
             await world.engine.answer(request.call_id)
 
-        assert (3, "sleep", [1, "abort"]) == (request.client_index, request.method, request.args)
+        assert (request.client_index, request.method, request.args) == (3, "sleep", [1, "abort"])
 
 
 async def test_all_outcomes_are_waited_for_before_a_failure_is_raised() -> None:
@@ -79,7 +79,7 @@ async def test_all_outcomes_are_waited_for_before_a_failure_is_raised() -> None:
         error = outcome.error
         assert isinstance(error, UtilityCallFailedError)
         assert ("is_sleeping", call_id) == (error.method, error.call_id)
-        assert ({1: "boom", 2: ""}, [0]) == (error.failures, error.succeeded)
+        assert (error.failures, error.succeeded) == ({1: "boom", 2: ""}, [0])
         assert "engine 1: boom" in str(error)
         assert "succeeded on engine 0" in str(error)
         world.assert_tidy()
@@ -94,9 +94,9 @@ async def test_an_engine_dies_under_a_call(autojump_clock: MockClock) -> None:
 
         error = outcome.error
         assert isinstance(error, UtilityCallFailedError)
-        assert [1] == list(error.failures)
+        assert list(error.failures) == [1]
         assert "engine 1 is dead" in error.failures[1]
-        assert [0] == error.succeeded
+        assert error.succeeded == [0]
         assert error.__cause__ is world.client.dead_engines[1]
         world.assert_tidy()
 
@@ -109,7 +109,7 @@ async def test_the_only_engine_dies_under_a_call(autojump_clock: MockClock) -> N
 
         error = outcome.error
         assert isinstance(error, EngineDeadError)
-        assert 0 == error.engine_index
+        assert error.engine_index == 0
         assert error.__cause__ is world.client.dead_engines[0]
         world.assert_tidy()
 
@@ -131,7 +131,7 @@ async def test_a_dead_engine_is_not_asked(autojump_clock: MockClock) -> None:
             await wait_all_tasks_blocked()
             await world.engines[1].answer(world.engines[1].call().call_id, False)
 
-        assert {1: False} == outcome.result
+        assert outcome.result == {1: False}
 
 
 async def test_a_timeout_names_the_silent_engines(autojump_clock: MockClock) -> None:
@@ -174,7 +174,7 @@ async def test_nothing_is_sent_with_an_impossible_timeout(timeout: Any) -> None:
         with pytest.raises((TypeError, ValueError)):
             await world.client.call_utility("sleep", timeout=timeout)
 
-        assert [] == world.engine.received()
+        assert world.engine.received() == []
         world.assert_tidy()
 
 
@@ -197,7 +197,7 @@ async def test_late_and_strange_answers_are_dropped(autojump_clock: MockClock) -
         assert not outcome.is_over
         await world.engines[1].answer(call_id, "second")
 
-        assert {0: "first", 1: "second"} == outcome.result
+        assert outcome.result == {0: "first", 1: "second"}
         assert world.client.is_healthy
         world.assert_tidy()
 
@@ -233,7 +233,7 @@ async def test_engines_in_lockstep_end_the_call_together(autojump_clock: MockClo
         await trio.sleep(1)
 
         assert isinstance(outcome.error, EngineDeadError)
-        assert 1 == outcome.error.engine_index
+        assert outcome.error.engine_index == 1
 
 
 async def test_an_argument_without_a_wire_form_is_a_type_error() -> None:
@@ -241,7 +241,7 @@ async def test_an_argument_without_a_wire_form_is_a_type_error() -> None:
         with pytest.raises(TypeError):
             await world.client.call_utility("is_sleeping", object())
 
-        assert [] == world.engine.received()
+        assert world.engine.received() == []
         world.assert_tidy()
 
 
@@ -250,7 +250,7 @@ async def test_a_method_is_a_string() -> None:
         with pytest.raises(TypeError, match="method"):
             await world.client.call_utility(5)  # type: ignore[arg-type]
 
-        assert [] == world.engine.received()
+        assert world.engine.received() == []
 
 
 async def test_calls_do_not_mix() -> None:
@@ -259,10 +259,10 @@ async def test_calls_do_not_mix() -> None:
         second, second_id = await call(world, nursery)
         assert first_id != second_id
         await world.engine.answer(second_id, "second")
-        assert (None, {0: "second"}) == (first.result, second.result)
+        assert (first.result, second.result) == (None, {0: "second"})
         await world.engine.answer(first_id, "first")
 
-        assert {0: "first"} == first.result
+        assert first.result == {0: "first"}
 
 
 async def test_a_call_always_checkpoints() -> None:

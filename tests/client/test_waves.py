@@ -54,7 +54,7 @@ class Lockstep:
         request = make_request(request_id, data_parallel_rank=rank)
         self.client.submit(request, OutputStream(request_id))
         await wait_all_tasks_blocked()
-        assert 0 == request.current_wave  # the caller's is not changed
+        assert request.current_wave == 0  # the caller's is not changed
         (frames,) = self.inboxes[rank].receive_batch_nowait(10)
         message = decode_engine_message(frames)
         assert isinstance(message, EngineCoreRequest)
@@ -112,19 +112,19 @@ async def open_lockstep(
 async def test_leader_wakes_the_others(autojump_clock: MockClock) -> None:
     """For each request to seemingly idle engines; not for those to running ones."""
     async with open_lockstep(leads=True) as world:
-        assert 0 == (await world.submit("a", 1)).current_wave
-        assert 0 == (await world.submit("b", 0)).current_wave
-        assert [StartDpWave(0, 1), StartDpWave(0, 0)] == world.broadcasts()
+        assert (await world.submit("a", 1)).current_wave == 0
+        assert (await world.submit("b", 0)).current_wave == 0
+        assert world.broadcasts() == [StartDpWave(0, 1), StartDpWave(0, 0)]
 
         await world.notify(DpControlOutput(engine_index=0, start_wave=0))
-        assert [StartDpWave(0, 0)] == world.broadcasts()
+        assert world.broadcasts() == [StartDpWave(0, 0)]
         await world.submit("c", 1)
-        assert [] == world.broadcasts()
+        assert world.broadcasts() == []
 
         await world.notify(DpControlOutput(engine_index=0, wave_complete=0))
-        assert [] == world.broadcasts()
-        assert 1 == (await world.submit("d", 1)).current_wave
-        assert [StartDpWave(1, 1)] == world.broadcasts()
+        assert world.broadcasts() == []
+        assert (await world.submit("d", 1)).current_wave == 1
+        assert world.broadcasts() == [StartDpWave(1, 1)]
 
 
 async def test_leader_ignores_statistics(autojump_clock: MockClock) -> None:
@@ -132,7 +132,7 @@ async def test_leader_ignores_statistics(autojump_clock: MockClock) -> None:
         statistics = RequestBatchOutputs(scheduler_stats=SchedulerStats(num_running_reqs=1))
         await world.say(*encode_outputs(statistics))
 
-        assert [] == world.broadcasts()
+        assert world.broadcasts() == []
         assert world.client.is_healthy
 
 
@@ -146,8 +146,8 @@ async def test_connection_of_an_engine_that_is_back(autojump_clock: MockClock) -
         await wait_all_tasks_blocked()
 
         ready, wave = world.sent()
-        assert [COORDINATOR_READY] == ready
-        assert StartDpWave(3, None) == decode_coordinator_broadcast(wave)
+        assert ready == [COORDINATOR_READY]
+        assert decode_coordinator_broadcast(wave) == StartDpWave(3, None)
 
 
 @pytest.mark.parametrize(
@@ -181,30 +181,30 @@ async def test_loss_of_one_engine_fails_the_client(autojump_clock: MockClock, le
 
         failure = await world.client.wait_failed()
 
-        assert "engine 1 is dead: its connection was lost" == str(failure)
+        assert str(failure) == "engine 1 is dead: its connection was lost"
 
 
 async def test_engines_without_waves_are_not_woken(autojump_clock: MockClock) -> None:
     """They would log an error each time."""
     async with open_lockstep(leads=True, data_parallel_size=1) as world:
         await world.submit("a", 0)
-        assert [] == world.broadcasts()
+        assert world.broadcasts() == []
 
     async with open_lockstep(leads=False, data_parallel_size=1, version="0.32.0") as world:
         await world.submit("a", 0)
-        assert [] == world.sent()
+        assert world.sent() == []
         await world.say(b"\xc1")
         assert world.client.is_healthy
 
 
 async def test_follower_stamps_the_published_wave(autojump_clock: MockClock) -> None:
     async with open_lockstep(leads=False) as world:
-        assert 0 == (await world.submit("a", 0)).current_wave
+        assert (await world.submit("a", 0)).current_wave == 0
 
         await world.publish(7, running=False)
 
-        assert 7 == (await world.submit("b", 1)).current_wave
-        assert [] == world.sent()
+        assert (await world.submit("b", 1)).current_wave == 7
+        assert world.sent() == []
 
 
 async def test_follower_tells_an_old_coordinator_of_first_requests(
@@ -218,7 +218,7 @@ async def test_follower_tells_an_old_coordinator_of_first_requests(
         await world.submit("b", 0)
 
         ((notice,),) = world.sent()
-        assert [b"\x01\x00", 2] == ormsgpack.unpackb(notice)
+        assert ormsgpack.unpackb(notice) == [b"\x01\x00", 2]
 
 
 async def test_coordinator_that_cannot_be_understood(autojump_clock: MockClock) -> None:

@@ -147,13 +147,13 @@ class World:
         async with self.client.call(request) as stream:
             engine = self.engines[stream.engine_index]
             await engine.emit(request.request_id, [7], FinishReason.LENGTH)
-            assert [[7]] == [item.output.new_token_ids async for item in stream]
+            assert [item.output.new_token_ids async for item in stream] == [[7]]
 
     def assert_tidy(self) -> None:
         """Nothing is left in any table of the client."""
         client = self.client
-        assert 0 == client.in_flight_count
-        assert 0 == len(client._utility_calls)
+        assert client.in_flight_count == 0
+        assert len(client._utility_calls) == 0
         assert not client._outbox
         assert all(client._balancer.in_flight(index) == 0 for index in client.engine_indices)
 

@@ -22,10 +22,10 @@ async def test_what_there_is_is_the_result() -> None:
         await wait_all_tasks_blocked()
 
         output = outcome.get()
-        assert (FinishReason.ABORT, [7, 8]) == (output.finish_reason, output.token_ids)
-        assert 2 == output.usage.output_tokens
-        assert 3.0 == output.timings.e2e_latency
-        assert [[request.request_id]] == world.engine.aborts()
+        assert (output.finish_reason, output.token_ids) == (FinishReason.ABORT, [7, 8])
+        assert output.usage.output_tokens == 2
+        assert output.timings.e2e_latency == 3.0
+        assert world.engine.aborts() == [[request.request_id]]
         world.assert_tidy()
 
 
@@ -40,11 +40,13 @@ async def test_an_id_stands_for_all_requests_that_have_it() -> None:
         world.llm.abort(["unknown", "x"])
         await wait_all_tasks_blocked()
 
-        assert [FinishReason.ABORT, FinishReason.LENGTH, FinishReason.ABORT] == [
-            outcome.get().finish_reason for outcome in outcomes
+        assert [outcome.get().finish_reason for outcome in outcomes] == [
+            FinishReason.ABORT,
+            FinishReason.LENGTH,
+            FinishReason.ABORT,
         ]
         assert not other.is_over
-        assert [[ids[0], ids[2]]] == world.engine.aborts()
+        assert world.engine.aborts() == [[ids[0], ids[2]]]
 
 
 async def test_no_ids_are_all() -> None:
@@ -56,7 +58,7 @@ async def test_no_ids_are_all() -> None:
         world.llm.abort()
         await wait_all_tasks_blocked()
 
-        assert {FinishReason.ABORT} == {outcome.get().finish_reason for outcome in outcomes}
+        assert {outcome.get().finish_reason for outcome in outcomes} == {FinishReason.ABORT}
         world.assert_tidy()
 
 
@@ -70,7 +72,7 @@ async def test_unknown_and_finished_ids_are_ignored(ids: list[str]) -> None:
         await wait_all_tasks_blocked()
 
         assert not running.is_over
-        assert [] == world.engine.received()
+        assert world.engine.received() == []
 
 
 async def test_a_string_is_not_a_list_of_ids() -> None:
@@ -84,7 +86,7 @@ async def test_a_stream_ends_with_the_abort() -> None:
         async with world.llm.stream(make_prompt()) as stream:
             world.llm.abort(["x"])
 
-            assert [FinishReason.ABORT] == [delta.finish_reason async for delta in stream]
+            assert [delta.finish_reason async for delta in stream] == [FinishReason.ABORT]
 
 
 async def test_ids_that_are_not_randomized_must_be_unique() -> None:
@@ -95,7 +97,7 @@ async def test_ids_that_are_not_randomized_must_be_unique() -> None:
         assert isinstance(second.error, DuplicateRequestIdError)
         world.llm.abort(["x"])
         await wait_all_tasks_blocked()
-        assert FinishReason.ABORT is first.get().finish_reason
+        assert first.get().finish_reason is FinishReason.ABORT
         world.assert_tidy()
 
 
@@ -108,8 +110,8 @@ async def test_an_id_that_is_used_again_is_not_forgotten_with_its_first_request(
         world.llm.abort(["x"])
         await wait_all_tasks_blocked()
 
-        assert FinishReason.ABORT is second.get().finish_reason
-        assert [["x"]] == world.engine.aborts()
+        assert second.get().finish_reason is FinishReason.ABORT
+        assert world.engine.aborts() == [["x"]]
         world.assert_tidy()
 
 
@@ -121,8 +123,8 @@ async def test_shutting_down_aborts_everything_and_closes_the_client() -> None:
             await world.llm.shutdown()
         await wait_all_tasks_blocked()
 
-        assert FinishReason.ABORT is outcome.get().finish_reason
-        assert [[request.request_id]] == world.engine.aborts()
+        assert outcome.get().finish_reason is FinishReason.ABORT
+        assert world.engine.aborts() == [[request.request_id]]
         with pytest.raises(ClientClosedError):
             await world.llm.generate(make_prompt())
         await world.llm.shutdown()

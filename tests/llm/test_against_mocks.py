@@ -26,14 +26,14 @@ async def test_many_requests_at_once_get_their_own_tokens() -> None:
                 nursery.start_soon(generate, number)
         world.assert_tidy()
 
-    assert 100 == len(outputs)
-    assert {0, 1, 2} == {output.completions[0].engine_index for output in outputs.values()}
+    assert len(outputs) == 100
+    assert {output.completions[0].engine_index for output in outputs.values()} == {0, 1, 2}
     for number in range(100):
         output = outputs[f"r{number}"]
         mock = mocks[output.completions[0].engine_index]
         request = make_request(f"r{number}", max_tokens=1 + number % 9)
         assert expected_tokens(mock, request) == output.token_ids
-        assert FinishReason.LENGTH is output.finish_reason
+        assert output.finish_reason is FinishReason.LENGTH
 
 
 async def test_logprobs_of_the_mock_engine() -> None:
@@ -48,9 +48,9 @@ async def test_logprobs_of_the_mock_engine() -> None:
     assert output.logprobs is not None
     assert output.prompt_logprobs is not None
     assert output.token_ids == [position.token.token_id for position in output.logprobs]
-    assert (5, 3) == output.logprobs.token_ids.shape
-    assert (8, 2) == output.prompt_logprobs.token_ids.shape
-    assert (None, "default") == (output.error, output.completions[0].weight_versions[0].version)
+    assert output.logprobs.token_ids.shape == (5, 3)
+    assert output.prompt_logprobs.token_ids.shape == (8, 2)
+    assert (output.error, output.completions[0].weight_versions[0].version) == (None, "default")
 
 
 async def test_nothing_grows_with_the_number_of_requests() -> None:
@@ -72,5 +72,5 @@ async def test_nothing_grows_with_the_number_of_requests() -> None:
         await wait_all_tasks_blocked()
 
         world.assert_tidy()
-        assert {} == llm._generations
+        assert llm._generations == {}
         assert not any(mock.has_unfinished for mock in mocks)

@@ -17,12 +17,12 @@ from trio_vllm.protocol import PoolingParams
 
 async def generate(llm: Llm) -> None:
     output = await llm.generate(make_prompt(max_tokens=4, n=2))
-    assert 8 == output.usage.output_tokens
+    assert output.usage.output_tokens == 8
 
 
 async def stream(llm: Llm) -> None:
     async with llm.stream(make_prompt(max_tokens=4, n=2)) as deltas:
-        assert 8 == sum([len(delta.token_ids) async for delta in deltas])
+        assert sum([len(delta.token_ids) async for delta in deltas]) == 8
 
 
 async def encode(llm: Llm) -> None:
@@ -39,7 +39,7 @@ async def test_nothing_is_left_behind(play: Callable[[Llm], Awaitable[None]]) ->
             await wait_all_tasks_blocked()
 
             world.assert_tidy()
-            assert {} == llm._generations
+            assert llm._generations == {}
             assert not any(mock.has_unfinished for mock in mocks)
             if not cancelled:
                 break

@@ -22,10 +22,12 @@ async def test_children_are_named_and_seeded_as_upstream_does() -> None:
 
     parent = children[0].request_id.removeprefix("0_")
     assert [f"{index}_{parent}" for index in range(3)] == [c.request_id for c in children]
-    assert {"x"} == {child.external_req_id for child in children}
+    assert {child.external_req_id for child in children} == {"x"}
     params = [child.sampling_params for child in children]
-    assert [(1, 40, 0.5), (1, 41, 0.5), (1, 42, 0.5)] == [
-        (p.n, p.seed, p.temperature) for p in params if p is not None
+    assert [(p.n, p.seed, p.temperature) for p in params if p is not None] == [
+        (1, 40, 0.5),
+        (1, 41, 0.5),
+        (1, 42, 0.5),
     ]
 
 
@@ -34,8 +36,9 @@ async def test_without_a_seed_children_have_none(seed: int | None) -> None:
     async with open_llm_world() as world:
         await world.start(lambda: world.llm.generate(make_prompt(n=2, seed=seed)))
 
-        assert [None, None] == [
-            r.sampling_params.seed for r in world.engine.requests() if r.sampling_params
+        assert [r.sampling_params.seed for r in world.engine.requests() if r.sampling_params] == [
+            None,
+            None,
         ]
 
 
@@ -44,7 +47,7 @@ async def test_a_child_that_is_the_only_one_has_the_parents_name() -> None:
         await world.start(lambda: world.llm.generate(make_prompt(n=1, seed=3)))
 
         (request,) = world.engine.requests()
-        assert "x" == request.request_id
+        assert request.request_id == "x"
 
 
 async def test_the_results_are_one() -> None:
@@ -67,12 +70,13 @@ async def test_the_results_are_one() -> None:
         await world.finish(first, [9])
 
         output = outcome.get()
-        assert [(0, [7, 9]), (1, [8])] == [(c.index, c.token_ids) for c in output.completions]
-        assert [FinishReason.LENGTH, FinishReason.STOP] == [
-            completion.finish_reason for completion in output.completions
+        assert [(c.index, c.token_ids) for c in output.completions] == [(0, [7, 9]), (1, [8])]
+        assert [completion.finish_reason for completion in output.completions] == [
+            FinishReason.LENGTH,
+            FinishReason.STOP,
         ]
-        assert Usage(prompt_tokens=3, output_tokens=3, cached_tokens=1) == output.usage
-        assert [7, 9] == output.token_ids
+        assert output.usage == Usage(prompt_tokens=3, output_tokens=3, cached_tokens=1)
+        assert output.token_ids == [7, 9]
         world.assert_tidy()
 
 
@@ -85,7 +89,7 @@ async def test_completions_may_come_from_several_engines() -> None:
                     make_output([7], request.request_id, finish_reason=FinishReason.LENGTH)
                 )
 
-        assert [0, 1, 0, 1] == [c.engine_index for c in outcome.get().completions]
+        assert [c.engine_index for c in outcome.get().completions] == [0, 1, 0, 1]
 
 
 async def test_a_stream_delivers_each_completion_on_its_own() -> None:
@@ -94,14 +98,14 @@ async def test_a_stream_delivers_each_completion_on_its_own() -> None:
             await wait_all_tasks_blocked()
             first, second = (request.request_id for request in world.engine.requests())
             await world.engine.emit(second, [8])
-            assert (1, [8]) == _brief(await anext(stream))
+            assert _brief(await anext(stream)) == (1, [8])
             await world.engine.send(make_output([7], first), make_output([9], second))
-            assert [(0, [7]), (1, [9])] == [_brief(await anext(stream)) for _ in range(2)]
+            assert [_brief(await anext(stream)) for _ in range(2)] == [(0, [7]), (1, [9])]
             await world.finish(first, [10])
-            assert (0, [10]) == _brief(await anext(stream))
+            assert _brief(await anext(stream)) == (0, [10])
             await world.engine.emit(second, [11])
             await world.finish(second, [12])
-            assert [(1, [11, 12])] == [_brief(delta) async for delta in stream]
+            assert [_brief(delta) async for delta in stream] == [(1, [11, 12])]
         world.assert_tidy()
 
 
@@ -115,7 +119,7 @@ async def test_a_slow_caller_hears_of_all_completions_in_turn() -> None:
                 await world.engine.send(*[make_output([token], child) for child in ids])
                 heard.append((await anext(stream)).index)
 
-    assert [0, 1, 2, 0, 1, 2, 0] == heard
+    assert heard == [0, 1, 2, 0, 1, 2, 0]
 
 
 async def test_if_one_fails_the_others_are_aborted() -> None:
@@ -140,7 +144,7 @@ async def test_if_one_engine_dies_the_completions_of_others_are_aborted(
         await trio.sleep(1)
 
         assert isinstance(outcome.error, EngineDeadError)
-        assert [[other.request_id]] == world.world.engines[1].aborts()
+        assert world.world.engines[1].aborts() == [[other.request_id]]
         world.assert_tidy()
 
 
@@ -156,7 +160,7 @@ async def test_a_stream_delivers_what_came_of_all_before_an_error() -> None:
             await world.finish(second, [10])
             await world.engine.send(finished_requests=[first])
 
-            assert [(0, [9]), (1, [10])] == [_brief(await anext(stream)) for _ in range(2)]
+            assert [_brief(await anext(stream)) for _ in range(2)] == [(0, [9]), (1, [10])]
             with pytest.raises(DecodeError):
                 await anext(stream)
 
@@ -169,10 +173,11 @@ async def test_an_abort_ends_all_of_them() -> None:
         world.llm.abort(["x"])
         await wait_all_tasks_blocked()
 
-        assert [FinishReason.LENGTH, FinishReason.ABORT] == [
-            completion.finish_reason for completion in outcome.get().completions
+        assert [completion.finish_reason for completion in outcome.get().completions] == [
+            FinishReason.LENGTH,
+            FinishReason.ABORT,
         ]
-        assert [[second]] == world.engine.aborts()
+        assert world.engine.aborts() == [[second]]
 
 
 def _brief(delta: object) -> tuple[int, list[int]]:

@@ -53,21 +53,21 @@ async def test_the_pooled_prompt() -> None:
         )
 
         output = outcome.get()
-        assert (None, EMBED, "e") == (
+        assert (
             request.sampling_params,
             request.pooling_params,
             request.external_req_id,
-        )
-        assert ("e", [1, 2], FinishReason.STOP) == (
+        ) == (None, EMBED, "e")
+        assert (
             output.request_id,
             output.prompt_token_ids,
             output.finish_reason,
-        )
+        ) == ("e", [1, 2], FinishReason.STOP)
         assert output.data is not None
         assert VALUES.tolist() == output.data.tolist()
         usage = output.completion.usage
         assert usage is not None
-        assert (2, 0, 1) == (usage.prompt_tokens, usage.output_tokens, usage.cached_tokens)
+        assert (usage.prompt_tokens, usage.output_tokens, usage.cached_tokens) == (2, 0, 1)
         world.assert_tidy()
 
 
@@ -108,7 +108,7 @@ async def test_it_can_be_aborted() -> None:
         world.llm.abort(["e"])
         await wait_all_tasks_blocked()
 
-        assert (FinishReason.ABORT, None) == (outcome.get().finish_reason, outcome.get().data)
+        assert (outcome.get().finish_reason, outcome.get().data) == (FinishReason.ABORT, None)
 
 
 async def test_an_empty_prompt_is_refused() -> None:
@@ -138,8 +138,8 @@ async def test_the_first_one_asks_what_the_model_supports() -> None:
         await world.finish(request.request_id, [], finish_reason=FinishReason.STOP)
         await world.start(lambda: world.llm.encode(make_encode()))
 
-        assert FinishReason.STOP is outcome.get().finish_reason
-        assert 1 == len(world.engine.requests())
+        assert outcome.get().finish_reason is FinishReason.STOP
+        assert len(world.engine.requests()) == 1
 
 
 async def test_a_task_that_the_model_has_not_is_refused() -> None:
@@ -149,7 +149,7 @@ async def test_a_task_that_the_model_has_not_is_refused() -> None:
 
         assert isinstance(outcome.error, UnsupportedFieldError)
         assert "pooling_params.task" in str(outcome.error)
-        assert [] == world.engine.received()
+        assert world.engine.received() == []
         world.assert_tidy()
 
 
@@ -161,7 +161,7 @@ async def test_a_model_that_only_pools_is_not_asked_to_generate() -> None:
             async with world.llm.stream(make_prompt()):
                 raise AssertionError("it was sent")
 
-        assert [] == world.engine.received()
+        assert world.engine.received() == []
         world.assert_tidy()
 
 

@@ -46,13 +46,13 @@ async def test_the_result_comes_when_all_of_it_is_there() -> None:
 
         output = outcome.get()
 
-        assert ("x", [1, 2, 3], [7, 8, 9, 2]) == (
+        assert (
             output.request_id,
             output.prompt_token_ids,
             output.token_ids,
-        )
-        assert (FinishReason.STOP, 2) == (output.finish_reason, output.stop_reason)
-        assert Usage(prompt_tokens=3, output_tokens=4) == output.usage
+        ) == ("x", [1, 2, 3], [7, 8, 9, 2])
+        assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, 2)
+        assert output.usage == Usage(prompt_tokens=3, output_tokens=4)
         (completion,) = output.completions
         assert (0, request.request_id, 0, True) == (
             completion.index,
@@ -87,7 +87,7 @@ async def test_every_field_of_a_request_reaches_the_engine() -> None:
         (got,) = world.engine.requests()
 
     assert fields == {name: getattr(got, name) for name in fields}
-    assert ("x", [1, 2, 3]) == (got.external_req_id, got.prompt_token_ids)
+    assert (got.external_req_id, got.prompt_token_ids) == ("x", [1, 2, 3])
 
 
 async def test_what_the_caller_leaves_out_is_filled_in() -> None:
@@ -96,9 +96,9 @@ async def test_what_the_caller_leaves_out_is_filled_in() -> None:
         (got,) = world.engine.requests()
         await world.finish(got.request_id)
 
-    assert 1_000.0 == got.arrival_time
+    assert got.arrival_time == 1_000.0
     assert got.sampling_params is not None
-    assert 512 - 3 == got.sampling_params.max_tokens
+    assert got.sampling_params.max_tokens == 512 - 3
     assert re.fullmatch(r"[0-9a-f]{32}", outcome.get().request_id)
 
 
@@ -108,7 +108,7 @@ async def test_engines_see_the_callers_id_with_a_random_end() -> None:
             await world.start(lambda: world.llm.generate(make_prompt()))
         ids = [request.request_id for request in world.engine.requests()]
 
-    assert 2 == len(set(ids))
+    assert len(set(ids)) == 2
     assert all(re.fullmatch(r"x-[0-9a-f]{8}", request_id) for request_id in ids)
 
 
@@ -117,7 +117,7 @@ async def test_or_the_callers_id_as_it_is() -> None:
         await world.start(lambda: world.llm.generate(make_prompt()))
 
         (request,) = world.engine.requests()
-        assert ("x", "x") == (request.request_id, request.external_req_id)
+        assert (request.request_id, request.external_req_id) == ("x", "x")
 
 
 # Logprobs and the like ----------------------------------------------------------------------------
@@ -136,8 +136,8 @@ async def test_logprobs_are_joined_and_cut_to_what_was_asked_for() -> None:
         logprobs = outcome.get().logprobs
 
         assert logprobs is not None
-        assert [7, 8, 9, 10, 11] == [position.token.token_id for position in logprobs]
-        assert {2} == {len(position.entries) for position in logprobs}
+        assert [position.token.token_id for position in logprobs] == [7, 8, 9, 10, 11]
+        assert {len(position.entries) for position in logprobs} == {2}
 
 
 async def test_columns_of_other_requests_are_not_kept() -> None:
@@ -157,7 +157,7 @@ async def test_columns_of_other_requests_are_not_kept() -> None:
         for logprobs in (kept.new_logprobs, kept.new_prompt_logprobs_tensors):
             assert logprobs is not None
             for array in (logprobs.token_ids, logprobs.logprobs):
-                assert (2, None) == (array.size, array.base)
+                assert (array.size, array.base) == (2, None)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ async def test_columns_of_logprobs(params: dict[str, Any], columns: int) -> None
 
         logprobs = outcome.get().logprobs
         assert logprobs is not None
-        assert (1, columns) == logprobs.token_ids.shape
+        assert logprobs.token_ids.shape == (1, columns)
 
 
 async def test_no_logprobs_is_none() -> None:
@@ -186,7 +186,7 @@ async def test_no_logprobs_is_none() -> None:
         outcome = await world.start(lambda: world.llm.generate(make_prompt()))
         await world.finish(world.engine.requests()[0].request_id)
 
-        assert (None, None) == (outcome.get().logprobs, outcome.get().prompt_logprobs)
+        assert (outcome.get().logprobs, outcome.get().prompt_logprobs) == (None, None)
 
 
 async def test_values_that_are_no_numbers_are_kept() -> None:
@@ -202,7 +202,7 @@ async def test_values_that_are_no_numbers_are_kept() -> None:
         got = outcome.get().logprobs
         assert got is not None
         assert np.isnan(got.positions[0].token.logprob)
-        assert 0 == got.positions[0].token.rank
+        assert got.positions[0].token.rank == 0
         assert -np.inf == got.positions[1].entries[1].logprob
 
 
@@ -218,7 +218,7 @@ async def test_prompt_logprobs_may_come_in_several_chunks_before_the_first_token
 
         logprobs = outcome.get().prompt_logprobs
         assert logprobs is not None
-        assert [2, 3, 4, 5] == [position.token.token_id for position in logprobs]
+        assert [position.token.token_id for position in logprobs] == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("columns", [0, 2])
@@ -232,7 +232,7 @@ async def test_prompt_logprobs_of_a_prompt_of_one_token_are_empty(columns: int) 
 
         logprobs = outcome.get().prompt_logprobs
         assert logprobs is not None
-        assert () == logprobs.positions
+        assert logprobs.positions == ()
 
 
 @pytest.mark.parametrize(
@@ -258,9 +258,9 @@ async def test_rows_that_do_not_match_the_tokens_hurt_one_request(field: str, va
 
         assert isinstance(bad.error, DecodeError)
         assert (f".{field}", bad_id) == (bad.error.where, bad.error.request_id)
-        assert [7, 8] == good.get().token_ids
+        assert good.get().token_ids == [7, 8]
         await wait_all_tasks_blocked()
-        assert [[bad_id]] == world.engine.aborts()
+        assert world.engine.aborts() == [[bad_id]]
         world.assert_tidy()
 
 
@@ -287,11 +287,11 @@ async def test_arrays_of_all_outputs_are_joined() -> None:
 
         (completion,) = outcome.get().completions
         assert completion.routed_experts is not None
-        assert [1, 1, 1, 1, 0] == completion.routed_experts[:, 0, 0].tolist()
-        assert [[5, 6], [5, 6]] == [mask.token_ids.tolist() for mask in completion.sampling_masks]
+        assert completion.routed_experts[:, 0, 0].tolist() == [1, 1, 1, 1, 0]
+        assert [mask.token_ids.tolist() for mask in completion.sampling_masks] == [[5, 6], [5, 6]]
         assert completion.prompt_token_id_logprobs is not None
-        assert [[-1.0]] == completion.prompt_token_id_logprobs.tolist()
-        assert 5 == completion.num_nans_in_logits
+        assert completion.prompt_token_id_logprobs.tolist() == [[-1.0]]
+        assert completion.num_nans_in_logits == 5
 
 
 @pytest.mark.parametrize("field", ["routed_experts", "prompt_token_id_logprobs"])
@@ -330,7 +330,7 @@ async def test_what_comes_with_the_last_output() -> None:
 
         (completion,) = outcome.get().completions
         assert fields == {name: getattr(completion, name) for name in fields}
-        assert {"remote_block_ids": [1, 2]} == outcome.get().kv_transfer_params
+        assert outcome.get().kv_transfer_params == {"remote_block_ids": [1, 2]}
 
 
 async def test_what_the_engine_has_against_a_request_is_an_output() -> None:
@@ -351,7 +351,7 @@ async def test_what_the_engine_has_against_a_request_is_an_output() -> None:
             output.token_ids,
             output.error,
         )
-        assert ["h"] == output.completions[0].mm_cache_miss_hashes
+        assert output.completions[0].mm_cache_miss_hashes == ["h"]
         assert output.timings.time_to_first_token is None
 
 
@@ -362,7 +362,7 @@ async def test_an_abort_by_the_engine_is_an_output() -> None:
         await world.engine.emit(request.request_id, [7])
         await world.finish(request.request_id, [], finish_reason=FinishReason.ABORT)
 
-        assert (FinishReason.ABORT, [7]) == (outcome.get().finish_reason, outcome.get().token_ids)
+        assert (outcome.get().finish_reason, outcome.get().token_ids) == (FinishReason.ABORT, [7])
 
 
 async def test_the_engine_dies(autojump_clock: MockClock) -> None:
@@ -410,7 +410,7 @@ async def test_bad_requests_are_refused_and_nothing_is_sent(
         with pytest.raises(error):
             await world.llm.generate(make_prompt(**request_fields))
 
-        assert [] == world.engine.received()
+        assert world.engine.received() == []
         world.assert_tidy()
 
 
@@ -433,7 +433,7 @@ async def test_generate_always_checkpoints() -> None:
         with assert_checkpoints():
             output: GenerateOutput = await world.llm.generate(make_prompt())
 
-    assert [7] == output.token_ids
+    assert output.token_ids == [7]
 
 
 # Caches, weights ----------------------------------------------------------------------------------
@@ -519,15 +519,15 @@ async def test_timings() -> None:
 
         timings = outcome.get().timings
 
-        assert (3.0, 0.5) == (timings.e2e_latency, timings.time_to_first_token)
-        assert (1.0, 3.0, 6.0, 9.0) == (
+        assert (timings.e2e_latency, timings.time_to_first_token) == (3.0, 0.5)
+        assert (
             timings.queued_time,
             timings.prefill_time,
             timings.decode_time,
             timings.inference_time,
-        )
-        assert (2.0, 4.0) == timings.inter_token_latencies
-        assert 2.0 == timings.mean_time_per_output_token
+        ) == (1.0, 3.0, 6.0, 9.0)
+        assert timings.inter_token_latencies == (2.0, 4.0)
+        assert timings.mean_time_per_output_token == 2.0
 
 
 async def test_timings_without_events_are_what_is_left() -> None:
@@ -539,17 +539,17 @@ async def test_timings_without_events_are_what_is_left() -> None:
 
         timings = outcome.get().timings
 
-        assert (10.0, 10.0) == (timings.e2e_latency, timings.time_to_first_token)
-        assert (None, None, None) == (
+        assert (timings.e2e_latency, timings.time_to_first_token) == (10.0, 10.0)
+        assert (
             timings.queued_time,
             timings.prefill_time,
             timings.inference_time,
-        )
-        assert (0.0, (), None) == (
+        ) == (None, None, None)
+        assert (
             timings.decode_time,
             timings.inter_token_latencies,
             timings.mean_time_per_output_token,
-        )
+        ) == (0.0, (), None)
 
 
 async def test_a_timestamp_of_zero_is_none() -> None:
@@ -561,4 +561,4 @@ async def test_a_timestamp_of_zero_is_none() -> None:
         await world.engine.send(last, timestamp=0.0)
 
         timings = outcome.get().timings
-        assert (None, ()) == (timings.decode_time, timings.inter_token_latencies)
+        assert (timings.decode_time, timings.inter_token_latencies) == (None, ())

@@ -107,7 +107,7 @@ async def test_a_request() -> None:
         "request_params_n_sum": 1,
         "request_max_num_generation_tokens_sum": 4,
     }
-    assert expected == metrics.values(*expected)
+    assert metrics.values(*expected) == expected
 
 
 async def test_the_state_of_an_engine() -> None:
@@ -146,7 +146,7 @@ async def test_the_state_of_an_engine() -> None:
         "spec_decode_num_accepted_tokens_per_pos_total{position=0}": 8,
         "spec_decode_num_accepted_tokens_per_pos_total{position=1}": 2,
     }
-    assert expected == metrics.values(*expected)
+    assert metrics.values(*expected) == expected
 
 
 async def test_everything_stands_at_zero_from_the_start() -> None:
@@ -155,9 +155,9 @@ async def test_everything_stands_at_zero_from_the_start() -> None:
         pass
 
     names = ("num_requests_running", "generation_tokens_total", "request_params_n_count")
-    assert [0, 0, 0] == list(metrics.values(*names).values())
+    assert list(metrics.values(*names).values()) == [0, 0, 0]
     reasons = [f"request_success_total{{finished_reason={reason}}}" for reason in FinishReason]
-    assert [0] * 5 == list(metrics.values(*reasons).values())
+    assert list(metrics.values(*reasons).values()) == [0] * 5
 
 
 async def test_buckets_of_lengths_end_with_the_context() -> None:
@@ -171,7 +171,7 @@ async def test_buckets_of_lengths_end_with_the_context() -> None:
         if metric.name == "vllm:request_prompt_tokens"
     )
     bounds = [s.labels["le"] for s in family.samples if s.name.endswith("_bucket")]
-    assert ["1.0", "2.0", "5.0", "10.0", "20.0", "50.0", "100.0", "200.0", "+Inf"] == bounds
+    assert bounds == ["1.0", "2.0", "5.0", "10.0", "20.0", "50.0", "100.0", "200.0", "+Inf"]
 
 
 async def test_the_next_connection_goes_on_counting() -> None:
@@ -181,7 +181,7 @@ async def test_the_next_connection_goes_on_counting() -> None:
         async with open_llm_world(observers=[metrics.observer]) as world:
             await run_request(world)
 
-    assert 8 == metrics["generation_tokens_total"]
+    assert metrics["generation_tokens_total"] == 8
 
 
 async def test_engines_have_labels_of_their_own() -> None:
@@ -198,7 +198,7 @@ async def test_engines_have_labels_of_their_own() -> None:
         )
         for engine in ("0", "1")
     ]
-    assert [10, 10] == counts
+    assert counts == [10, 10]
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -218,7 +218,7 @@ async def test_who_leaves_has_aborted(n: int) -> None:
         "request_params_n_sum": n,
         "request_max_num_generation_tokens_sum": 2,
     }
-    assert expected == metrics.values(*expected)
+    assert metrics.values(*expected) == expected
 
 
 async def test_an_abort_counts_once() -> None:
@@ -228,7 +228,7 @@ async def test_an_abort_counts_once() -> None:
         world.llm.abort()
         await wait_all_tasks_blocked()
 
-        assert 1 == metrics["request_success_total{finished_reason=abort}"]
+        assert metrics["request_success_total{finished_reason=abort}"] == 1
 
 
 async def test_what_fails_with_its_engine_has_no_finish_reason(autojump_clock: MockClock) -> None:
@@ -239,8 +239,8 @@ async def test_what_fails_with_its_engine_has_no_finish_reason(autojump_clock: M
         await trio.sleep(1)
 
     reasons = [f"request_success_total{{finished_reason={reason}}}" for reason in FinishReason]
-    assert [0] * 5 == list(metrics.values(*reasons).values())
-    assert 1 == metrics["request_params_n_count"]
+    assert list(metrics.values(*reasons).values()) == [0] * 5
+    assert metrics["request_params_n_count"] == 1
 
 
 async def test_a_refused_request_is_not_counted() -> None:
@@ -251,7 +251,7 @@ async def test_a_refused_request_is_not_counted() -> None:
         with pytest.raises(Exception, match="priority"):
             await world.llm.generate(make_prompt(request_priority=2**31))
 
-    assert 0 == metrics["request_params_n_count"]
+    assert metrics["request_params_n_count"] == 0
 
 
 async def test_a_wall_clock_that_goes_backwards_counts_as_standing() -> None:
@@ -261,8 +261,8 @@ async def test_a_wall_clock_that_goes_backwards_counts_as_standing() -> None:
         world.clock -= 100
         await world.finish(world.engine.requests()[0].request_id)
 
-    assert 0 == metrics["e2e_request_latency_seconds_sum"]
-    assert 1 == metrics["e2e_request_latency_seconds_count"]
+    assert metrics["e2e_request_latency_seconds_sum"] == 0
+    assert metrics["e2e_request_latency_seconds_count"] == 1
 
 
 async def test_without_observers_collectors_are_plain_and_statistics_are_not_decoded(
@@ -281,7 +281,7 @@ async def test_without_observers_collectors_are_plain_and_statistics_are_not_dec
         monkeypatch.setattr(world.llm.client._dispatcher, "_take_stats", pytest.fail)
         await world.engine.report(running=1)
 
-    assert [Collector] == collectors
+    assert collectors == [Collector]
 
 
 def test_prometheus_is_imported_only_when_asked_for() -> None:
@@ -289,4 +289,4 @@ def test_prometheus_is_imported_only_when_asked_for() -> None:
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert "False" == done.stdout.strip()
+    assert done.stdout.strip() == "False"

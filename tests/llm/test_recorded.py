@@ -105,13 +105,13 @@ async def test_a_completion_that_took_several_steps() -> None:
         assert timings.decode_time is not None
         assert timings.inference_time is not None
         assert 0 <= timings.queued_time < 1
-        assert 4 == len(timings.inter_token_latencies)
+        assert len(timings.inter_token_latencies) == 4
         assert timings.decode_time == pytest.approx(sum(timings.inter_token_latencies))
         assert timings.inference_time == pytest.approx(timings.prefill_time + timings.decode_time)
-        assert [(0, 5, "default")] == [
-            (span.start, span.end, span.version) for span in completion.weight_versions
+        assert [(span.start, span.end, span.version) for span in completion.weight_versions] == [
+            (0, 5, "default")
         ]
-        assert 0 == outcome.get().usage.cached_tokens
+        assert outcome.get().usage.cached_tokens == 0
 
 
 async def test_a_prompt_that_was_cached() -> None:
@@ -124,7 +124,7 @@ async def test_a_prompt_that_was_cached() -> None:
         for frames in answers(scenario):
             await world.engine.say(*frames)
 
-    assert [0, 256] == [outcome.get().usage.cached_tokens for outcome in outcomes]
+    assert [outcome.get().usage.cached_tokens for outcome in outcomes] == [0, 256]
 
 
 async def test_an_embedding() -> None:
@@ -143,5 +143,5 @@ async def test_an_embedding() -> None:
 
         output = outcome.get()
         assert output.data is not None
-        assert FinishReason.STOP is output.finish_reason
-        assert (64,) == output.data.shape
+        assert output.finish_reason is FinishReason.STOP
+        assert output.data.shape == (64,)

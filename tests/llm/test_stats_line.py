@@ -83,23 +83,23 @@ async def test_the_line(
             await world.engines[1].report(running=4, kv_cache_usage=0.25)
             await trio.sleep(10.5)
 
-            assert [
+            assert lines(caplog) == [
                 (
                     logging.INFO,
                     "prompt throughput 0.5 tokens/s, generation throughput 2.5 tokens/s,"
                     " running 7, waiting 2, KV cache usage 37.5%, preemptions 1,"
                     " prefix cache hit rate 25.0%",
                 )
-            ] == lines(caplog)
+            ]
             await trio.sleep(20)
             idle = (
                 "prompt throughput 0.0 tokens/s, generation throughput 0.0 tokens/s,"
                 " running 7, waiting 2, KV cache usage 37.5%"
             )
-            assert [(logging.INFO, idle), (logging.DEBUG, idle)] == lines(caplog)
+            assert lines(caplog) == [(logging.INFO, idle), (logging.DEBUG, idle)]
             llm.abort()
     await trio.sleep(100)
-    assert [] == lines(caplog)
+    assert lines(caplog) == []
 
 
 async def test_there_is_none_unless_asked_for(
@@ -109,8 +109,8 @@ async def test_there_is_none_unless_asked_for(
     async with open_llm_in_memory(monkeypatch) as (llm, _):
         await trio.sleep(1_000)
 
-        assert () == tuple(llm._observers)
-    assert [] == lines(caplog)
+        assert tuple(llm._observers) == ()
+    assert lines(caplog) == []
 
 
 @pytest.mark.parametrize("interval", [0, -1, math.nan])
@@ -138,8 +138,8 @@ async def test_metrics_and_the_line_do_not_mind_each_other(
         await world.engines[0].report(running=1)
         await trio.sleep(1.5)
 
-    assert 1 == metrics.count
-    assert 1 == len(lines(caplog))
+    assert metrics.count == 1
+    assert len(lines(caplog)) == 1
 
 
 async def test_what_the_block_raises_comes_out_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

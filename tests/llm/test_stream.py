@@ -55,13 +55,13 @@ async def test_a_delivery_per_output() -> None:
             await world.engine.emit(request_id, token_ids)
         await world.finish(request_id, [2])
 
-        assert [[7], [8, 9], [10], [2]] == [delta.token_ids for delta in outcome.get()]
-        assert [False, False, False, True] == [delta.finished for delta in deltas]
-        assert "x" == stream.request_id
+        assert [delta.token_ids for delta in outcome.get()] == [[7], [8, 9], [10], [2]]
+        assert [delta.finished for delta in deltas] == [False, False, False, True]
+        assert stream.request_id == "x"
         usage, timings = deltas[-1].usage, deltas[-1].timings
         assert usage is not None
         assert timings is not None
-        assert 5 == usage.output_tokens
+        assert usage.output_tokens == 5
         assert all(delta.usage is None for delta in deltas[:-1])
         world.world.assert_tidy()
 
@@ -74,16 +74,16 @@ async def test_a_slow_caller_gets_all_that_came_at_once() -> None:
             await world.engine.emit(request_id, [token], new_logprobs=logprobs)
 
         delta = await anext(stream)
-        assert [0, 1, 2, 3, 4] == delta.token_ids
+        assert delta.token_ids == [0, 1, 2, 3, 4]
         assert delta.logprobs is not None
-        assert [0, 1, 2, 3, 4] == [position.token.token_id for position in delta.logprobs]
+        assert [position.token.token_id for position in delta.logprobs] == [0, 1, 2, 3, 4]
 
         await world.engine.emit(request_id, [5], new_logprobs=make_logprobs([5], 2))
         await world.finish(request_id, [6], new_logprobs=make_logprobs([6], 2))
         last = await anext(stream)
-        assert ([5, 6], FinishReason.LENGTH) == (last.token_ids, last.finish_reason)
+        assert (last.token_ids, last.finish_reason) == ([5, 6], FinishReason.LENGTH)
         assert last.logprobs is not None
-        assert (2, 1) == last.logprobs.token_ids.shape
+        assert last.logprobs.token_ids.shape == (2, 1)
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
 
@@ -106,9 +106,9 @@ async def test_the_stream_interval() -> None:
             await world.engine.emit(request_id, [token])
             assert due == await deliveries(world, stream)
         await world.engine.emit(request_id, [8, 9, 10, 11])
-        assert [[7, 8, 9, 10, 11]] == await deliveries(world, stream)
+        assert await deliveries(world, stream) == [[7, 8, 9, 10, 11]]
         await world.finish(request_id, [12])
-        assert [[12]] == await deliveries(world, stream)
+        assert await deliveries(world, stream) == [[12]]
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,9 @@ async def test_a_request_can_only_raise_the_interval(
         await world.engine.emit(request_id, [0])
         await anext(stream)
         await world.engine.emit(request_id, range(1, interval))
-        assert [] == await deliveries(world, stream)
+        assert await deliveries(world, stream) == []
         await world.engine.emit(request_id, [interval])
-        assert [list(range(1, interval + 1))] == await deliveries(world, stream)
+        assert await deliveries(world, stream) == [list(range(1, interval + 1))]
 
 
 @pytest.mark.parametrize("interval", [0, -1, "x"])
@@ -143,14 +143,14 @@ async def test_prompt_logprobs_come_with_the_first_delivery() -> None:
         for token_ids in ([2], [3]):
             chunk = make_logprobs(token_ids, 2)
             await world.engine.emit(request_id, new_prompt_logprobs_tensors=chunk)
-        assert [] == await deliveries(world, stream)
+        assert await deliveries(world, stream) == []
         await world.engine.emit(request_id, [7])
         first = await anext(stream)
         await world.finish(request_id, [8])
         last = await anext(stream)
 
         assert first.prompt_logprobs is not None
-        assert 2 == len(first.prompt_logprobs)
+        assert len(first.prompt_logprobs) == 2
         assert last.prompt_logprobs is None
 
 
@@ -162,7 +162,7 @@ async def test_an_end_without_tokens_is_a_delivery() -> None:
         await world.finish(request_id, [], finish_reason=FinishReason.STOP)
 
         last = await anext(stream)
-        assert ([], FinishReason.STOP) == (last.token_ids, last.finish_reason)
+        assert (last.token_ids, last.finish_reason) == ([], FinishReason.STOP)
 
 
 async def test_leaving_early_aborts() -> None:
@@ -174,7 +174,7 @@ async def test_leaving_early_aborts() -> None:
                 break
         await wait_all_tasks_blocked()
 
-        assert [[request_id]] == world.engine.aborts()
+        assert world.engine.aborts() == [[request_id]]
         world.assert_tidy()
 
 
@@ -185,7 +185,7 @@ async def test_a_finished_stream_is_not_aborted() -> None:
             await world.finish(request_id)
         await wait_all_tasks_blocked()
 
-        assert [] == world.engine.aborts()
+        assert world.engine.aborts() == []
         world.assert_tidy()
 
 
@@ -193,12 +193,12 @@ async def test_what_came_before_an_error_is_delivered_first(autojump_clock: Mock
     async with open_llm_world() as world, AsyncExitStack() as stack:
         stream, request_id = await enter(world, stack, stream_interval=10)
         await world.engine.emit(request_id, [7])
-        assert [7] == (await anext(stream)).token_ids
+        assert (await anext(stream)).token_ids == [7]
         await world.engine.emit(request_id, [8])
         await world.engine.die()
         await trio.sleep(1)
 
-        assert [8] == (await anext(stream)).token_ids
+        assert (await anext(stream)).token_ids == [8]
         for _ in range(2):
             with assert_checkpoints(), pytest.raises(EngineDeadError):
                 await anext(stream)
@@ -214,7 +214,7 @@ async def test_an_output_that_cannot_be_read() -> None:
         with pytest.raises(DecodeError):
             await anext(stream)
         await wait_all_tasks_blocked()
-        assert [[request_id]] == world.engine.aborts()
+        assert world.engine.aborts() == [[request_id]]
 
 
 async def test_the_client_is_closed() -> None:
@@ -234,7 +234,7 @@ async def test_one_reader_at_a_time() -> None:
             await anext(stream)
         await world.engine.emit(request_id, [7])
 
-        assert [7] == outcome.get().token_ids
+        assert outcome.get().token_ids == [7]
 
 
 async def test_a_reader_who_was_overtaken_waits_for_the_next_delivery() -> None:
@@ -246,7 +246,7 @@ async def test_a_reader_who_was_overtaken_waits_for_the_next_delivery() -> None:
         assert first.is_over
         await world.engine.emit(request_id, [8])
 
-        assert ([7], [8]) == (first.get().token_ids, second.get().token_ids)
+        assert (first.get().token_ids, second.get().token_ids) == ([7], [8])
 
 
 async def test_iterating_always_checkpoints() -> None:

@@ -77,7 +77,7 @@ class LlmWorld:
     def assert_tidy(self) -> None:
         """Nothing is left in any table."""
         self.world.assert_tidy()
-        assert {} == self.llm._generations
+        assert self.llm._generations == {}
 
 
 @asynccontextmanager

@@ -55,34 +55,34 @@ def test_what_an_engine_registers_with() -> None:
     wire = decode_ready_response(encode_ready_response(ready))
 
     assert ready == wire
-    assert (77, 5, 32, 9, 99) == (
+    assert (
         wire.max_model_len,
         wire.num_gpu_blocks,
         wire.block_size,
         wire.max_num_seqs,
         wire.max_num_batched_tokens,
-    )
-    assert ("bfloat16", "0.1", "me", "ipc://x") == (
+    ) == (77, 5, 32, 9, 99)
+    assert (
         wire.dtype,
         wire.vllm_version,
         wire.instance_id,
         wire.dp_stats_address,
-    )
-    assert (3, 4, True, 3) == (
+    ) == ("bfloat16", "0.1", "me", "ipc://x")
+    assert (
         wire.data_parallel_rank,
         wire.data_parallel_size,
         wire.supports_lora,
         wire.max_loras,
-    )
-    assert (160, False) == (wire.kv_cache_size_tokens, wire.enable_sleep_mode)
+    ) == (3, 4, True, 3)
+    assert (wire.kv_cache_size_tokens, wire.enable_sleep_mode) == (160, False)
 
 
 def test_the_default_has_no_lora() -> None:
     """A frontend refuses an engine whose two answers differ."""
     ready = MockEngineConfig().ready_response(0)
 
-    assert (False, 0) == (ready.supports_lora, ready.max_loras)
-    assert 1_048_576 == ready.max_model_len
+    assert (ready.supports_lora, ready.max_loras) == (False, 0)
+    assert ready.max_model_len == 1_048_576
 
 
 def test_summaries_add_up() -> None:
@@ -90,7 +90,7 @@ def test_summaries_add_up() -> None:
     one = Summary(requests=1, tokens=20, finished=3, aborted=4, errors=5, begin=10.0, end=20.0)
     other = attrs.evolve(one, begin=15.0, end=30.0)
 
-    assert Summary(2, 40, 6, 8, 10, 10.0, 30.0) == one + other
+    assert one + other == Summary(2, 40, 6, 8, 10, 10.0, 30.0)
     assert one == one + Summary()
     assert 2.0 == one.tokens_per_second == (one + other).tokens_per_second
-    assert 0.0 == Summary().tokens_per_second
+    assert Summary().tokens_per_second == 0.0

@@ -131,8 +131,8 @@ async def test_a_request_is_served() -> None:
 
         outputs = await frontend.until_finished("a")
 
-    assert 6 == len(outputs)
-    assert FinishReason.LENGTH is outputs[-1].finish_reason
+    assert len(outputs) == 6
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
 
 
 async def test_the_answers_go_where_they_belong() -> None:
@@ -146,8 +146,8 @@ async def test_the_answers_go_where_they_belong() -> None:
         second = [await frontend.receive(1), await frontend.receive(1)]
 
     assert isinstance(first, RequestBatchOutputs)
-    assert ["a"] == [output.request_id for output in first.outputs]
-    assert {RequestBatchOutputs, UtilityCallOutput} == set(map(type, second))
+    assert [output.request_id for output in first.outputs] == ["a"]
+    assert set(map(type, second)) == {RequestBatchOutputs, UtilityCallOutput}
 
 
 async def test_work_goes_on_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ async def test_work_goes_on_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     async with engine_behind() as frontend:
         frontend.add("endless", 1_000_000)
         frontend.add("a", 3)
-        assert 3 == len(await frontend.until_finished("a"))
+        assert len(await frontend.until_finished("a")) == 3
         frontend.inputs[0].send_nowait(encode_abort(["endless"]))
         await wait_all_tasks_blocked()
 
@@ -183,7 +183,7 @@ async def test_two_engines_take_turns() -> None:
         busy.add("endless", 100_000_000)
         for i in range(20):
             other.add(f"r{i}", 2)
-            assert 2 == len(await other.until_finished(f"r{i}"))
+            assert len(await other.until_finished(f"r{i}")) == 2
         assert busy.loop.engine.has_unfinished
 
 
@@ -200,7 +200,7 @@ async def test_a_frontend_that_does_not_read_stops_its_engine() -> None:
         frontend.inputs[0].send_nowait(encode_abort(["a"]))
         frontend.inputs[0].send_nowait(encode_utility(UtilityRequest(0, 7, "is_sleeping")))
         await wait_all_tasks_blocked()
-        assert 1 == frontend.loop.engine.summary.aborted
+        assert frontend.loop.engine.summary.aborted == 1
 
         seen: list[EngineCoreOutput] = []
         answers = 0
@@ -210,7 +210,7 @@ async def test_a_frontend_that_does_not_read_stops_its_engine() -> None:
                 seen += outputs.outputs
             else:
                 answers += 1
-    assert 1 == answers
+    assert answers == 1
     assert made == sum(output.request_id == "a" for output in seen)
 
 
@@ -220,7 +220,7 @@ async def test_steps_can_be_slowed_down(autojump_clock: trio.testing.MockClock) 
         begin = trio.current_time()
         frontend.add("a", 4)
         await frontend.until_finished("a")
-        assert 1.5 == trio.current_time() - begin
+        assert trio.current_time() - begin == 1.5
 
         frontend.add("b", 100)
         await trio.sleep(0.7)
@@ -325,8 +325,8 @@ async def test_a_wave_ends_when_nobody_has_work() -> None:
         ):
             pass
 
-    assert 0 == outputs.wave_complete
-    assert [0] == [notice.start_wave for notice in told]
+    assert outputs.wave_complete == 0
+    assert [notice.start_wave for notice in told] == [0]
 
 
 async def test_garbage_from_the_coordinator_is_noted() -> None:
@@ -337,4 +337,4 @@ async def test_garbage_from_the_coordinator_is_noted() -> None:
         frontend.add("a")
         await frontend.until_finished("a")
 
-        assert 2 == frontend.loop.engine.summary.errors
+        assert frontend.loop.engine.summary.errors == 2

@@ -34,7 +34,7 @@ def test_sampled_tokens(wanted: int, columns: int, chunk_size: int) -> None:
     run(driver, ("a", {"logprobs": wanted}))
 
     for output, found in zip(driver.outputs("a"), logprobs(driver, "a"), strict=True):
-        assert (len(output.new_token_ids), columns) == found.token_ids.shape
+        assert found.token_ids.shape == (len(output.new_token_ids), columns)
         assert (np.dtype("<i4"), np.dtype("<f4"), np.dtype("<i8")) == (
             found.token_ids.dtype,
             found.logprobs.dtype,
@@ -58,10 +58,10 @@ def test_the_whole_batch_is_as_wide_as_its_widest() -> None:
     driver.add("d", 1, params={"logprobs": 0})
     driver.run()
 
-    assert {4} == {found.token_ids.shape[1] for found in logprobs(driver, "a")}
-    assert {4} == {found.token_ids.shape[1] for found in logprobs(driver, "b")}
+    assert {found.token_ids.shape[1] for found in logprobs(driver, "a")} == {4}
+    assert {found.token_ids.shape[1] for found in logprobs(driver, "b")} == {4}
     assert all(output.new_logprobs is None for output in driver.outputs("c"))
-    assert {1} == {found.token_ids.shape[1] for found in logprobs(driver, "d")}
+    assert {found.token_ids.shape[1] for found in logprobs(driver, "d")} == {1}
 
 
 def test_named_tokens() -> None:
@@ -70,10 +70,10 @@ def test_named_tokens() -> None:
     run(driver, ("a", {"logprob_token_ids": [7, 3]}), ("b", {"logprobs": -1}))
 
     for one, whole in zip(logprobs(driver, "a"), logprobs(driver, "b"), strict=True):
-        assert [7, 3] == one.token_ids[0, 1:3].tolist()
-        assert [0] * 48 == one.token_ids[0, 3:].tolist()
+        assert one.token_ids[0, 1:3].tolist() == [7, 3]
+        assert one.token_ids[0, 3:].tolist() == [0] * 48
         assert np.isneginf(one.logprobs[0, 3:]).all()
-        assert 51 == whole.token_ids.shape[1]
+        assert whole.token_ids.shape[1] == 51
     driver = drive(vocab_size=50)
     run(driver, ("a", {"logprob_token_ids": [7, 3], "logprobs": 1}))
     alone = logprobs(driver, "a")
@@ -81,7 +81,7 @@ def test_named_tokens() -> None:
     run(driver, ("a", {"logprobs": -1}))
     for named, whole in zip(alone, logprobs(driver, "a"), strict=True):
         by_id = dict(zip(whole.token_ids[0, 1:].tolist(), whole.logprobs[0, 1:], strict=True))
-        assert [by_id[7], by_id[3]] == named.logprobs[0, 1:].tolist()
+        assert named.logprobs[0, 1:].tolist() == [by_id[7], by_id[3]]
 
 
 @pytest.mark.parametrize(("length", "wanted"), [(1, 1), (2, 0), (480, 1), (480, 20), (5, -1)])
@@ -114,13 +114,13 @@ def test_large_arrays_travel_in_frames_of_their_own() -> None:
     ((_, frames),) = driver.engine.step(driver.now)
     driver._keep([(0, frames)])
 
-    assert 11 == len(frames)  # ids and values of both kinds for both, and ranks of both prompts
+    assert len(frames) == 11  # ids and values of both kinds for both, and ranks of both prompts
     for request_id, token in (("a", 9), ("b", 8)):
         (output,) = driver.outputs(request_id)
         assert output.new_logprobs is not None
         assert output.new_token_ids == output.new_logprobs.token_ids[:, 0].tolist()
         assert output.new_prompt_logprobs_tensors is not None
-        assert {token} == set(output.new_prompt_logprobs_tensors.token_ids[:, 0].tolist())
+        assert set(output.new_prompt_logprobs_tensors.token_ids[:, 0].tolist()) == {token}
 
 
 def test_named_tokens_of_a_prompt() -> None:
@@ -135,7 +135,7 @@ def test_named_tokens_of_a_prompt() -> None:
     assert first.prompt_token_id_logprobs is not None
     found = first.prompt_token_id_logprobs
     assert (np.dtype("<f4"), (3, 2)) == (found.dtype, found.shape)
-    assert [[False, False], [False, True], [True, True]] == np.isneginf(found).tolist()
+    assert np.isneginf(found).tolist() == [[False, False], [False, True], [True, True]]
     assert all(output.prompt_token_id_logprobs is None for output in rest)
 
 

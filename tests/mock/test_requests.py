@@ -32,7 +32,7 @@ def driver(request: pytest.FixtureRequest) -> Driver:
 def error_of(driver: Driver, request_id: str) -> str:
     (output,) = driver.outputs(request_id)
     assert output.finish_reason is ERROR
-    assert [] == output.new_token_ids
+    assert output.new_token_ids == []
     assert output.error is not None
     assert [request_id] in [batch.finished_requests for batch in driver.batches()]
     return output.error.message
@@ -44,8 +44,8 @@ def test_a_request_gets_its_tokens_and_a_length(driver: Driver) -> None:
     driver.run()
 
     outputs = driver.outputs("a")
-    assert [1] * 5 == [len(output.new_token_ids) for output in outputs]
-    assert [None] * 4 + [LENGTH] == [output.finish_reason for output in outputs]
+    assert [len(output.new_token_ids) for output in outputs] == [1] * 5
+    assert [output.finish_reason for output in outputs] == [None] * 4 + [LENGTH]
     assert not driver.engine.has_work
 
 
@@ -57,10 +57,10 @@ def test_the_first_output_tells_of_the_prefill(driver: Driver) -> None:
     first, *rest = driver.outputs("a")
     assert first.events is not None
     told = [(event.type, event.timestamp) for event in first.events]
-    assert [(EventType.QUEUED, 100.25), (EventType.SCHEDULED, 101.25)] == told
+    assert told == [(EventType.QUEUED, 100.25), (EventType.SCHEDULED, 101.25)]
     assert first.prefill_stats is not None
     assert 300 == first.prefill_stats.num_prompt_tokens == first.prefill_stats.num_computed_tokens
-    assert 0 == first.prefill_stats.num_cached_tokens
+    assert first.prefill_stats.num_cached_tokens == 0
     assert all(output.events is None and output.prefill_stats is None for output in rest)
 
 
@@ -72,10 +72,10 @@ def test_messages_say_when_and_by_whom(driver: Driver) -> None:
     driver.run()
 
     batches = driver.batches()
-    assert [101.5, 102.5, 103.5] == [batch.timestamp for batch in batches]
-    assert {40_000} == {batch.engine_index for batch in batches}
-    assert {"default"} == {batch.weight_version for batch in batches}
-    assert [None, None, ["a", "b"]] == [batch.finished_requests for batch in batches]
+    assert [batch.timestamp for batch in batches] == [101.5, 102.5, 103.5]
+    assert {batch.engine_index for batch in batches} == {40_000}
+    assert {batch.weight_version for batch in batches} == {"default"}
+    assert [batch.finished_requests for batch in batches] == [None, None, ["a", "b"]]
 
 
 def test_each_client_gets_its_own(driver: Driver) -> None:
@@ -90,7 +90,7 @@ def test_each_client_gets_its_own(driver: Driver) -> None:
         ids = {o.request_id for batch in driver.batches(client_index) for o in batch.outputs}
         assert ids
         assert all(request_id.startswith(str(client_index)) for request_id in ids)
-    assert [] == driver.batches(1)
+    assert driver.batches(1) == []
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_max_tokens(driver: Driver, max_tokens: object, expected: int) -> None:
     driver.add("a", max_tokens)
     driver.run()
 
-    assert expected == len(driver.tokens("a"))
-    assert LENGTH is driver.finish_reason("a")
-    assert 1 == len([b for b in driver.batches() if b.finished_requests == ["a"]])
+    assert len(driver.tokens("a")) == expected
+    assert driver.finish_reason("a") is LENGTH
+    assert len([b for b in driver.batches() if b.finished_requests == ["a"]]) == 1
 
 
 def test_nothing_but_an_id() -> None:
@@ -113,7 +113,7 @@ def test_nothing_but_an_id() -> None:
     driver.handle(pack_add(["a", [1], None, {}, None, 0.0]))
     driver.run()
 
-    assert 16 == len(driver.tokens("a"))
+    assert len(driver.tokens("a")) == 16
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def test_what_cannot_run_gets_an_error(fields: dict[str, Any], message: str) -> 
     driver.run()
 
     assert message in error_of(driver, "bad")
-    assert LENGTH is driver.finish_reason("healthy")
-    assert 1 == driver.engine.summary.errors
+    assert driver.finish_reason("healthy") is LENGTH
+    assert driver.engine.summary.errors == 1
 
 
 def test_too_many_logprobs_get_an_error() -> None:
@@ -190,7 +190,7 @@ def test_garbage_is_noted_and_ignored(kind: bytes, payload: bytes) -> None:
     driver.handle([])
     driver.run()
 
-    assert LENGTH is driver.finish_reason("healthy")
+    assert driver.finish_reason("healthy") is LENGTH
     assert driver.engine.summary.errors >= 2
     assert len(driver.engine.journal.take()) == driver.engine.summary.errors
 
@@ -200,8 +200,8 @@ def test_an_unreadable_request_is_answered_to_every_client() -> None:
     driver = drive(client_count=2)
     driver.handle(pack_add(["bad", "no prompt"]))
 
-    assert ["bad"] == [o.request_id for batch in driver.batches(0) for o in batch.outputs]
-    assert ["bad"] == [o.request_id for batch in driver.batches(1) for o in batch.outputs]
+    assert [o.request_id for batch in driver.batches(0) for o in batch.outputs] == ["bad"]
+    assert [o.request_id for batch in driver.batches(1) for o in batch.outputs] == ["bad"]
 
 
 def test_an_unreadable_request_does_not_end_one_with_its_id() -> None:
@@ -211,8 +211,8 @@ def test_an_unreadable_request_does_not_end_one_with_its_id() -> None:
     driver.handle(pack_add(["a", "no prompt"]))
     driver.run()
 
-    assert 5 == len(driver.tokens("a"))
-    assert LENGTH is driver.finish_reason("a")
+    assert len(driver.tokens("a")) == 5
+    assert driver.finish_reason("a") is LENGTH
 
 
 def test_aux_frames_are_no_obstacle() -> None:
@@ -227,7 +227,7 @@ def test_aux_frames_are_no_obstacle() -> None:
     assert 4 == len(driver.tokens("a")) == len(driver.tokens("b"))
     stats = driver.outputs("b")[0].prefill_stats
     assert stats is not None
-    assert 40 == stats.num_prompt_tokens
+    assert stats.num_prompt_tokens == 40
 
 
 @pytest.mark.parametrize("client_index", [1, 7, 2**32 - 1])
@@ -239,10 +239,10 @@ def test_a_client_that_does_not_exist(client_index: int) -> None:
     driver.add("a")
     driver.run()
 
-    assert {0} == {to for to, _ in driver.sent}
-    assert [] == driver.outputs("lost")
-    assert LENGTH is driver.finish_reason("a")
-    assert 2 == driver.engine.summary.errors
+    assert {to for to, _ in driver.sent} == {0}
+    assert driver.outputs("lost") == []
+    assert driver.finish_reason("a") is LENGTH
+    assert driver.engine.summary.errors == 2
 
 
 def test_a_duplicate_does_not_hurt_the_first(driver: Driver) -> None:
@@ -252,14 +252,14 @@ def test_a_duplicate_does_not_hurt_the_first(driver: Driver) -> None:
     driver.add("a", 3)
     driver.run()
 
-    assert 6 == len(driver.tokens("a"))
-    assert LENGTH is driver.finish_reason("a")
+    assert len(driver.tokens("a")) == 6
+    assert driver.finish_reason("a") is LENGTH
     (entry,) = driver.engine.journal.take()
     assert "in flight" in str(entry)
 
     driver.add("a", 2)
     driver.run()
-    assert 8 == len([t for o in driver.outputs("a") for t in o.new_token_ids])
+    assert len([t for o in driver.outputs("a") for t in o.new_token_ids]) == 8
 
 
 def test_a_duplicate_of_another_client_is_refused(driver: Driver) -> None:
@@ -271,8 +271,8 @@ def test_a_duplicate_of_another_client_is_refused(driver: Driver) -> None:
     driver.run()
 
     (batch,) = [b for b in driver.batches(1) if b.outputs]
-    assert [ERROR] == [output.finish_reason for output in batch.outputs]
-    assert 6 == sum(len(o.new_token_ids) for b in driver.batches(0) for o in b.outputs)
+    assert [output.finish_reason for output in batch.outputs] == [ERROR]
+    assert sum(len(o.new_token_ids) for b in driver.batches(0) for o in b.outputs) == 6
 
 
 # Aborts -----------------------------------------------------------------------------------------
@@ -289,12 +289,12 @@ def test_an_abort_is_not_answered(driver: Driver) -> None:
     driver.step()
 
     assert before == len(driver.outputs("a"))
-    assert None is driver.finish_reason("a")
+    assert driver.finish_reason("a") is None
     stats = driver.batches()[-1].scheduler_stats
     assert stats is not None
-    assert 1 == stats.num_running_reqs
+    assert stats.num_running_reqs == 1
     assert all(batch.finished_requests is None for batch in driver.batches())
-    assert 1 == driver.engine.summary.aborted
+    assert driver.engine.summary.aborted == 1
 
 
 def test_the_last_abort_leaves_statistics_alone(driver: Driver) -> None:
@@ -305,9 +305,9 @@ def test_the_last_abort_leaves_statistics_alone(driver: Driver) -> None:
     driver.run()
 
     last = driver.batches()[-1]
-    assert [] == last.outputs
+    assert last.outputs == []
     assert last.scheduler_stats is not None
-    assert 0 == last.scheduler_stats.num_running_reqs
+    assert last.scheduler_stats.num_running_reqs == 0
 
 
 def test_add_abort_add_at_once(driver: Driver) -> None:
@@ -318,8 +318,8 @@ def test_add_abort_add_at_once(driver: Driver) -> None:
     driver.add("a", 3)
     driver.run()
 
-    assert 3 == len(driver.tokens("a"))
-    assert LENGTH is driver.finish_reason("a")
+    assert len(driver.tokens("a")) == 3
+    assert driver.finish_reason("a") is LENGTH
 
 
 def test_an_abort_after_the_end_changes_nothing(driver: Driver) -> None:
@@ -332,7 +332,7 @@ def test_an_abort_after_the_end_changes_nothing(driver: Driver) -> None:
     driver.run()
 
     assert count == len(driver.sent)
-    assert 0 == driver.engine.summary.aborted
+    assert driver.engine.summary.aborted == 0
 
 
 def test_abort_immediately(driver: Driver) -> None:
@@ -341,9 +341,9 @@ def test_abort_immediately(driver: Driver) -> None:
     driver.add("a", abort_immediately=True)
     driver.run()
 
-    assert [] == driver.outputs("a")
-    assert ["a"] == driver.batches()[-1].finished_requests
-    assert 1 == driver.engine.summary.aborted
+    assert driver.outputs("a") == []
+    assert driver.batches()[-1].finished_requests == ["a"]
+    assert driver.engine.summary.aborted == 1
 
 
 def test_with_a_coordinator_aborts_are_listed() -> None:
@@ -356,10 +356,10 @@ def test_with_a_coordinator_aborts_are_listed() -> None:
     driver.abort("a", "b")
     driver.step()
 
-    assert ["a"] == driver.batches(0)[-1].finished_requests
+    assert driver.batches(0)[-1].finished_requests == ["a"]
     (batch,) = [b for b in driver.batches(1) if b.finished_requests]
-    assert ["b"] == batch.finished_requests
-    assert [] == batch.outputs
+    assert batch.finished_requests == ["b"]
+    assert batch.outputs == []
 
 
 # Stop tokens ------------------------------------------------------------------------------------
@@ -395,7 +395,7 @@ def test_a_stop_token_beats_the_length() -> None:
     driver.add("a", 3, params={"stop_token_ids": [tokens[2]]})
     driver.run()
 
-    assert STOP is driver.finish_reason("a")
+    assert driver.finish_reason("a") is STOP
 
 
 def test_stop_tokens_count_from_min_tokens() -> None:
@@ -423,7 +423,7 @@ def test_a_vocabulary_of_stop_tokens_ends() -> None:
     driver.add("a", 9, params={"_all_stop_token_ids": [0, 1], "min_tokens": 5})
     driver.run()
 
-    assert 9 == len(driver.tokens("a"))
+    assert len(driver.tokens("a")) == 9
 
 
 def test_end_of_text_is_off_unless_asked_for() -> None:
@@ -466,7 +466,7 @@ def test_a_pooling_request_gets_a_vector(params: list[Any], shape: tuple[int, ..
         (output,) = driver.outputs("a")
         assert output.pooling_output is not None
         assert output.prefill_stats is not None
-        assert (STOP, []) == (output.finish_reason, output.new_token_ids)
+        assert (output.finish_reason, output.new_token_ids) == (STOP, [])
         vectors.append(output.pooling_output.numpy())
 
     one, other = vectors
@@ -484,7 +484,7 @@ def test_the_size_of_vectors_can_be_set() -> None:
 
     (output,) = driver.outputs("a")
     assert output.pooling_output is not None
-    assert (7,) == output.pooling_output.shape
+    assert output.pooling_output.shape == (7,)
 
 
 def test_trace_headers_come_back() -> None:
@@ -493,7 +493,7 @@ def test_trace_headers_come_back() -> None:
     driver.add("a", trace_headers={"traceparent": "00-1"})
     driver.run()
 
-    assert [{"traceparent": "00-1"}] * 4 == [o.trace_headers for o in driver.outputs("a")]
+    assert [o.trace_headers for o in driver.outputs("a")] == [{"traceparent": "00-1"}] * 4
 
 
 @pytest.mark.parametrize("size", [0, 31, 32, 255, 256, 990, 1100, 65_535, 65_536, 1_000_000])
@@ -504,8 +504,8 @@ def test_ids_of_any_length(size: int) -> None:
         driver.add(request_id, 3)
         driver.run()
 
-        assert 3 == len(driver.tokens(request_id))
-        assert LENGTH is driver.finish_reason(request_id)
+        assert len(driver.tokens(request_id)) == 3
+        assert driver.finish_reason(request_id) is LENGTH
 
 
 # Sessions ---------------------------------------------------------------------------------------
@@ -521,12 +521,12 @@ def test_a_session_ends_each_chunk_and_goes_on() -> None:
     driver.add("a", 2, resumable=True)  # waits for the one before
     driver.run()
 
-    assert [LENGTH] * 3 == [o.finish_reason for o in driver.outputs("a") if o.finish_reason]
+    assert [o.finish_reason for o in driver.outputs("a") if o.finish_reason] == [LENGTH] * 3
     assert stream(9) == driver.tokens("a")
 
     driver.add("a", 5)
     driver.run()
-    assert 9 == len(driver.tokens("a"))
+    assert len(driver.tokens("a")) == 9
     driver.add("a", 1)
     driver.run()
     assert stream(1)[0] == driver.tokens("a")[-1]
@@ -540,10 +540,10 @@ def test_a_session_that_is_closed_while_a_chunk_runs() -> None:
     driver.add("a", 1)
     driver.run()
 
-    assert 5 == len(driver.tokens("a"))
+    assert len(driver.tokens("a")) == 5
     driver.add("a", 5)
     driver.run()
-    assert 10 == len(driver.tokens("a"))
+    assert len(driver.tokens("a")) == 10
 
 
 def test_an_abort_ends_a_session() -> None:
@@ -554,7 +554,7 @@ def test_an_abort_ends_a_session() -> None:
         driver.step(2) if running else driver.run()
         driver.abort("a")
         driver.run()
-        assert ["a"] == driver.batches()[-1].finished_requests
+        assert driver.batches()[-1].finished_requests == ["a"]
         count = len(driver.tokens("a"))
         driver.add("a", 1)
         driver.run()
@@ -571,7 +571,7 @@ def test_a_refused_chunk_ends_its_session() -> None:
     driver.run()
 
     reasons = [o.finish_reason for o in driver.outputs("a") if o.finish_reason is not None]
-    assert [LENGTH, ERROR, LENGTH] == reasons
+    assert reasons == [LENGTH, ERROR, LENGTH]
     assert stream(2) == driver.tokens("a")[3:]
 
 
@@ -586,9 +586,9 @@ def test_a_session_of_chunks_that_end_at_once() -> None:
     driver.add("a", 0, resumable=True)
     driver.step()
 
-    assert [LENGTH] * 2_001 == [o.finish_reason for o in driver.outputs("a") if o.finish_reason]
+    assert [o.finish_reason for o in driver.outputs("a") if o.finish_reason] == [LENGTH] * 2_001
     driver.run()
-    assert 2_003 == sum(output.finish_reason is LENGTH for output in driver.outputs("a"))
+    assert sum(output.finish_reason is LENGTH for output in driver.outputs("a")) == 2_003
     assert stream(5) == driver.tokens("a")
 
 
@@ -617,13 +617,13 @@ def test_statistics_come_when_counts_change(driver: Driver) -> None:
 
     told = [batch.scheduler_stats for batch in driver.batches()]
     running = [stats and stats.num_running_reqs for stats in told]
-    assert [1, 2, 1, 0] == running
+    assert running == [1, 2, 1, 0]
     queries = [
         (stats.prefix_cache_stats.requests, stats.prefix_cache_stats.queries)
         for stats in told
         if stats
     ]
-    assert [(1, 10), (1, 7), (0, 0), (0, 0)] == queries
+    assert queries == [(1, 10), (1, 7), (0, 0), (0, 0)]
 
 
 def test_a_steady_batch_has_no_statistics(driver: Driver) -> None:
@@ -632,7 +632,7 @@ def test_a_steady_batch_has_no_statistics(driver: Driver) -> None:
     driver.run()
 
     told = [batch.scheduler_stats is not None for batch in driver.batches()]
-    assert [True, False, False, False, False, True] == told
+    assert told == [True, False, False, False, False, True]
 
 
 def test_the_coordinator_is_told_of_counts() -> None:
@@ -644,14 +644,14 @@ def test_the_coordinator_is_told_of_counts() -> None:
         driver.engine.handle(pack_add(raw_request(f"r{i}", 100)), now)
         now += 0.009
         sent += [m for m in driver.engine.step(now) if m[0] == COORDINATOR]
-    assert 4 == len(sent)
+    assert len(sent) == 4
     driver._keep(sent)
     driver.now = now
     driver.run()
 
     told = [o for o in driver.told_coordinator() if isinstance(o, RequestBatchOutputs)]
     counts = [o.scheduler_stats.num_running_reqs for o in told if o.scheduler_stats]
-    assert [1, 4, 7, 10, 0] == [*counts[:4], counts[-1]]
+    assert [*counts[:4], counts[-1]] == [1, 4, 7, 10, 0]
     assert all(o.outputs == [] and o.finished_requests is None for o in told)
 
 
@@ -665,16 +665,16 @@ def test_the_journal_notes_requests_when_asked() -> None:
     driver.run()
 
     entries = driver.engine.journal.take()
-    assert ["RequestStarted"] * 2 + ["RequestFinished"] * 2 == [type(e).__name__ for e in entries]
+    assert [type(e).__name__ for e in entries] == ["RequestStarted"] * 2 + ["RequestFinished"] * 2
     assert "request_id='a', prompt_len=3, max_tokens=5, chunk_size=2" in str(entries[0])
     assert "request_id='a', prompt_len=3, output_tokens=5" in str(entries[2])
     assert "request_id='b', prompt_len=3, output_tokens=8" in str(entries[3])
-    assert [] == driver.engine.journal.take()
+    assert driver.engine.journal.take() == []
     summary = driver.engine.summary
-    assert (2, 13, 1, 1, 0) == (
+    assert (
         summary.requests,
         summary.tokens,
         summary.finished,
         summary.aborted,
         summary.errors,
-    )
+    ) == (2, 13, 1, 1, 0)

@@ -108,20 +108,20 @@ async def test_engines_serve_a_client(folder: Path) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(serving.run)
         async with open_client(owner(serving.options)) as client:
-            assert 1_048_576 == client.max_model_len
-            assert "0.33.0" == client.vllm_version
+            assert client.max_model_len == 1_048_576
+            assert client.vllm_version == "0.33.0"
             for i in range(9):
-                assert FinishReason.LENGTH is await generate(client, f"r{i}", 5)
+                assert await generate(client, f"r{i}", 5) is FinishReason.LENGTH
             serving.shutdown.set()
 
     assert serving.summary is not None
-    assert (9, 45, 9, 0, 0) == (
+    assert (
         serving.summary.requests,
         serving.summary.tokens,
         serving.summary.finished,
         serving.summary.aborted,
         serving.summary.errors,
-    )
+    ) == (9, 45, 9, 0, 0)
     assert serving.summary.tokens_per_second > 0
 
 
@@ -136,7 +136,7 @@ async def test_a_new_client_knows_what_the_engines_support(folder: Path) -> None
             serving.shutdown.set()
 
     assert serving.summary is not None
-    assert 0 == serving.summary.requests
+    assert serving.summary.requests == 0
 
 
 async def test_starting_waits_until_all_have_joined(folder: Path) -> None:
@@ -167,11 +167,11 @@ async def test_the_next_frontend_is_served_as_well(
         nursery.start_soon(serving.run)
         for life in range(3):
             async with open_client(owner(serving.options)) as client:
-                assert FinishReason.LENGTH is await generate(client, f"life {life}", 3)
+                assert await generate(client, f"life {life}", 3) is FinishReason.LENGTH
         serving.shutdown.set()
 
     assert serving.summary is not None
-    assert (3, 9) == (serving.summary.requests, serving.summary.tokens)
+    assert (serving.summary.requests, serving.summary.tokens) == (3, 9)
     lines = caplog.text
     assert "engine 1: serving 1 client(s)" in lines
     assert "engine 1: the frontend has gone" in lines
@@ -197,7 +197,7 @@ async def test_without_reconnect_the_first_frontend_has_to_come(folder: Path) ->
     with pytest.raises(EngineDeadError, match="INIT from the frontend") as caught:
         await serving.run()
 
-    assert 0 == caught.value.engine_index
+    assert caught.value.engine_index == 0
 
 
 async def test_with_reconnect_engines_wait_for_ever(
@@ -231,7 +231,7 @@ async def test_a_shutdown_without_a_frontend(folder: Path, moment: float) -> Non
         await trio.sleep(moment)
         serving.shutdown.set()
 
-    assert Summary() == serving.summary
+    assert serving.summary == Summary()
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ async def test_a_shutdown_does_not_wait_for_a_stuck_frontend(
         serving.shutdown.set()
 
     assert serving.summary is not None
-    assert (1, 1) == (serving.summary.requests, serving.summary.aborted)
+    assert (serving.summary.requests, serving.summary.aborted) == (1, 1)
 
 
 async def test_one_crash_ends_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,24 +341,24 @@ async def test_several_clients_and_what_engines_say_of_themselves(folder: Path) 
         nursery.start_soon(serve_mock_engines, config, options)
         with trio.fail_after(TIMEOUT):
             engine_id, hello = await frontend.handshake.receive()
-            assert b"\x05\x00" == engine_id
-            assert HandshakeStatus.HELLO is decode_report(hello).status
+            assert engine_id == b"\x05\x00"
+            assert decode_report(hello).status is HandshakeStatus.HELLO
             init = frontend.init(frontend_stats_publish_address="ipc://stats")
             await frontend.handshake.send([engine_id, encode_init(init)])
             for socket in frontend.inputs:
                 _, registration = await socket.receive()
                 ready = decode_ready_response(registration)
-                assert (5, 6) == (ready.data_parallel_rank, ready.data_parallel_size)
-                assert "ipc://stats" == ready.dp_stats_address
+                assert (ready.data_parallel_rank, ready.data_parallel_size) == (5, 6)
+                assert ready.dp_stats_address == "ipc://stats"
             _, report = await frontend.handshake.receive()
-            assert HandshakeStatus.READY is decode_report(report).status
+            assert decode_report(report).status is HandshakeStatus.READY
             for client_index in (1, 0):
                 raw = raw_request("a", 1, client_index=client_index)
                 await frontend.inputs[0].send([engine_id, *pack_add(raw)])
                 outputs = decode_outputs(await frontend.outputs[client_index].receive())
                 assert isinstance(outputs, RequestBatchOutputs)
-                assert 5 == outputs.engine_index
-                assert [FinishReason.LENGTH] == [o.finish_reason for o in outputs.outputs]
+                assert outputs.engine_index == 5
+                assert [o.finish_reason for o in outputs.outputs] == [FinishReason.LENGTH]
         nursery.cancel_scope.cancel()
 
 

@@ -49,15 +49,15 @@ def test_large_batches_are_drawn_piece_by_piece(shape: tuple[int, int]) -> None:
 def test_hashes_are_those_of_splitmix64() -> None:
     """The first states that the reference implementation makes of seed 0 are known."""
     golden = 0x9E3779B97F4A7C15
-    assert 0xE220A8397B1DCDAF == hash_at(0, 1)
-    assert 0x6E789E6AA1B965F4 == hash_at(golden, 1)
-    assert [hash_at(5, 3), hash_at(5, 4)] == hashes(5, 3, 2).tolist()
+    assert hash_at(0, 1) == 0xE220A8397B1DCDAF
+    assert hash_at(golden, 1) == 0x6E789E6AA1B965F4
+    assert hashes(5, 3, 2).tolist() == [hash_at(5, 3), hash_at(5, 4)]
 
 
 def test_keys_depend_on_all_three() -> None:
     """Seed, engine and id each change the key."""
     keys = [request_key(0, 0, "a"), request_key(1, 0, "a"), request_key(0, 1, "a")]
-    assert 5 == len({*keys, request_key(0, 0, "b"), request_key(0, 0, "")})
+    assert len({*keys, request_key(0, 0, "b"), request_key(0, 0, "")}) == 5
 
 
 def test_tokens_spread_over_the_vocabulary() -> None:
@@ -78,7 +78,7 @@ def test_tokens_stay_within_the_vocabulary(vocab_size: int) -> None:
     driver.run()
 
     tokens = driver.tokens("a")
-    assert 200 == len(tokens)
+    assert len(tokens) == 200
     assert all(0 <= token < vocab_size for token in tokens)
     assert vocab_size == 1 or max(tokens) >= vocab_size // 2
 
@@ -111,4 +111,4 @@ def test_seed_and_engine_index_change_the_tokens() -> None:
         return driver.tokens("a")
 
     assert tokens(0, 0) == tokens(0, 0)
-    assert 4 == len({tuple(tokens(index, seed)) for index in (0, 300) for seed in (0, 2**64 - 1)})
+    assert len({tuple(tokens(index, seed)) for index in (0, 300) for seed in (0, 2**64 - 1)}) == 4

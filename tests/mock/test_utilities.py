@@ -35,10 +35,10 @@ def test_the_plain_answers() -> None:
         ],
     }
     for method, expected in answers.items():
-        assert expected == driver.call(method), method
-    assert None is driver.call("profile", True, None, None, None, None)
-    assert None is driver.call("save_sharded_state", "path", None, None)
-    assert [None] == driver.call("collective_rpc", "update_weights", None, [], {"update_info": {}})
+        assert driver.call(method) == expected, method
+    assert driver.call("profile", True, None, None, None, None) is None
+    assert driver.call("save_sharded_state", "path", None, None) is None
+    assert driver.call("collective_rpc", "update_weights", None, [], {"update_info": {}}) == [None]
 
 
 def test_call_ids_come_back_as_they_were() -> None:
@@ -46,7 +46,7 @@ def test_call_ids_come_back_as_they_were() -> None:
     driver = drive()
     for call_id in (0, 2**63, 2**64 - 1, -1, -(2**63)):
         driver.call_id = call_id - 1
-        assert False is driver.call("is_sleeping")
+        assert driver.call("is_sleeping") is False
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_call_ids_come_back_as_they_were() -> None:
 )
 def test_failures(method: str, args: list[Any], failure: str) -> None:
     """In the words of a real engine."""
-    assert f"Call to {method} method failed: {failure}" == drive().fail(method, *args)
+    assert drive().fail(method, *args) == f"Call to {method} method failed: {failure}"
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_arguments_of_a_wrong_type_only_fail(method: str, args: list[Any]) -> No
     """The engine lives on."""
     driver = drive(max_loras=1)
     assert driver.fail(method, *args).startswith(f"Call to {method} method failed: ")
-    assert False is driver.call("is_sleeping")
+    assert driver.call("is_sleeping") is False
 
 
 def test_the_weight_version_is_in_every_message() -> None:
@@ -121,20 +121,20 @@ def test_the_weight_version_is_in_every_message() -> None:
     driver = drive()
     driver.add("a", 9)
     driver.step(3)
-    assert None is driver.call("set_weight_version", "v2")
-    assert "v2" == driver.call("get_weight_version")
+    assert driver.call("set_weight_version", "v2") is None
+    assert driver.call("get_weight_version") == "v2"
     driver.run()
 
-    assert ["default"] * 3 + ["v2"] * 6 == [batch.weight_version for batch in driver.batches()]
+    assert [batch.weight_version for batch in driver.batches()] == ["default"] * 3 + ["v2"] * 6
 
 
 def test_checksums_change_with_the_weights() -> None:
     """And are the same for the same ones."""
     driver = drive()
     (before,) = driver.call("compute_weight_checksums")
-    assert [before] == driver.call("compute_weight_checksums")
+    assert driver.call("compute_weight_checksums") == [before]
     driver.call("set_weight_version", "v2")
-    assert [before] != driver.call("compute_weight_checksums")
+    assert driver.call("compute_weight_checksums") != [before]
 
 
 # LoRA -------------------------------------------------------------------------------------------
@@ -143,14 +143,14 @@ def test_checksums_change_with_the_weights() -> None:
 def test_adapters_come_and_go() -> None:
     """Whether a call changed anything is its answer."""
     driver = drive(max_loras=2)
-    assert True is driver.call("add_lora", ["one", 1, "path"])
-    assert False is driver.call("add_lora", ["one", 1, "path"])
-    assert True is driver.call("add_lora", ["two", 2, "path"])
-    assert [1, 2] == driver.call("list_loras")
-    assert True is driver.call("remove_lora", 1)
-    assert False is driver.call("remove_lora", 1)
+    assert driver.call("add_lora", ["one", 1, "path"]) is True
+    assert driver.call("add_lora", ["one", 1, "path"]) is False
+    assert driver.call("add_lora", ["two", 2, "path"]) is True
+    assert driver.call("list_loras") == [1, 2]
+    assert driver.call("remove_lora", 1) is True
+    assert driver.call("remove_lora", 1) is False
     assert "must be greater than 0" in driver.fail("remove_lora", 0)
-    assert [2] == driver.call("list_loras")
+    assert driver.call("list_loras") == [2]
 
 
 def test_one_adapter_too_many_evicts_the_least_used_that_is_not_pinned() -> None:
@@ -158,15 +158,15 @@ def test_one_adapter_too_many_evicts_the_least_used_that_is_not_pinned() -> None
     driver = drive(max_loras=2)
     for adapter_id in (1, 2):
         driver.call("add_lora", ["x", adapter_id, "path"])
-    assert True is driver.call("pin_lora", 1)
+    assert driver.call("pin_lora", 1) is True
     driver.call("add_lora", ["x", 3, "path"])
-    assert [1, 3] == driver.call("list_loras")
+    assert driver.call("list_loras") == [1, 3]
     assert "LoRA 9 is not registered" in driver.fail("pin_lora", 9)
     driver.call("pin_lora", 3)
     assert "All items are pinned" in driver.fail("add_lora", ["x", 4, "path"])
     driver.add("a", lora_request=["x", 5, "path"])
     driver.run()
-    assert 4 == len(driver.tokens("a"))
+    assert len(driver.tokens("a")) == 4
 
 
 def test_a_request_loads_its_adapter() -> None:
@@ -174,7 +174,7 @@ def test_a_request_loads_its_adapter() -> None:
     driver = drive(max_loras=2)
     driver.add("a", lora_request=["x", 5, "path"])
 
-    assert [5] == driver.call("list_loras")
+    assert driver.call("list_loras") == [5]
 
 
 # Pausing ----------------------------------------------------------------------------------------
@@ -194,15 +194,15 @@ def test_a_pause_that_aborts(pause: str) -> None:
         driver.add(f"r{i}", 50, client_index=i % 2)
     driver.step(2)
     driver.add("waiting", 50)
-    assert None is driver.call(pause, "abort", True)
+    assert driver.call(pause, "abort", True) is None
 
-    assert [0, 1, 0] == [to for to, _ in driver.sent[-3:]]
-    assert ["r0", "r2", "waiting"] == driver.batches(0)[-1].finished_requests
-    assert ["r1", "r3"] == driver.batches(1)[-1].finished_requests
+    assert [to for to, _ in driver.sent[-3:]] == [0, 1, 0]
+    assert driver.batches(0)[-1].finished_requests == ["r0", "r2", "waiting"]
+    assert driver.batches(1)[-1].finished_requests == ["r1", "r3"]
     for request_id in ("r0", "r1", "r2", "r3", "waiting"):
-        assert FinishReason.ABORT is driver.finish_reason(request_id)
-    assert True is driver.call("is_sleeping")
-    assert True is driver.call("is_scheduler_paused")
+        assert driver.finish_reason(request_id) is FinishReason.ABORT
+    assert driver.call("is_sleeping") is True
+    assert driver.call("is_scheduler_paused") is True
     driver.run()
     assert not driver.engine.has_unfinished
 
@@ -215,33 +215,33 @@ def test_a_pause_that_waits(pause: str) -> None:
     call_id = driver.post(pause, "wait")
     driver.add("b", 2)
     driver.step(2)
-    assert None is driver.answer(call_id)
-    assert True is driver.call("is_scheduler_paused")
+    assert driver.answer(call_id) is None
+    assert driver.call("is_scheduler_paused") is True
     driver.run()
 
     assert None is not driver.answer(call_id)
-    assert FinishReason.LENGTH is driver.finish_reason("a")
+    assert driver.finish_reason("a") is FinishReason.LENGTH
     if pause == "pause_generation":
         (output,) = driver.outputs("b")
         assert output.error is not None
-        assert ("engine_paused", True) == (output.error.code, output.error.retryable)
+        assert (output.error.code, output.error.retryable) == ("engine_paused", True)
     else:
-        assert [] == driver.outputs("b")
+        assert driver.outputs("b") == []
     driver.call("resume_scheduler")
     driver.run()
     driver.add("c", 2)
     driver.run()
-    assert 2 == len(driver.tokens("c"))
-    assert pause == "pause_generation" or 2 == len(driver.tokens("b"))
+    assert len(driver.tokens("c")) == 2
+    assert pause == "pause_generation" or len(driver.tokens("b")) == 2
 
 
 def test_a_pause_that_waits_for_nothing_is_answered_at_once(pause: str) -> None:
     """Also while something waits, which cannot run."""
     driver = drive()
-    assert None is driver.call(pause, "wait")
+    assert driver.call(pause, "wait") is None
     driver.call("resume_scheduler")
     driver.add("a", 5)
-    assert None is driver.call(pause, "wait")
+    assert driver.call(pause, "wait") is None
 
 
 def test_an_abort_ends_the_wait_of_a_pause() -> None:
@@ -262,18 +262,18 @@ def test_a_pause_that_keeps(pause: str, clear_cache: bool) -> None:
     driver = drive()
     driver.add("a", 6)
     driver.step(2)
-    assert None is driver.call(pause, "keep", clear_cache)
+    assert driver.call(pause, "keep", clear_cache) is None
     driver.add("b", 2)
     driver.run()
     driver.step(5)
-    assert 2 == len(driver.tokens("a"))
-    assert [] == driver.outputs("b")
+    assert len(driver.tokens("a")) == 2
+    assert driver.outputs("b") == []
     stats = driver.batches()[-1].scheduler_stats
     assert stats is not None
-    assert (1, 1) == (
+    assert (
         stats.num_running_reqs + (1 if clear_cache else 0),
         stats.num_waiting_reqs - (1 if clear_cache else 0),
-    )
+    ) == (1, 1)
 
     driver.call("resume_scheduler")
     driver.run()
@@ -281,11 +281,11 @@ def test_a_pause_that_keeps(pause: str, clear_cache: bool) -> None:
     whole.add("a", 6)
     whole.run()
     assert whole.tokens("a") == driver.tokens("a")
-    assert 2 == len(driver.tokens("b"))
+    assert len(driver.tokens("b")) == 2
     events = driver.outputs("a")[2].events
     kinds = [event.type for event in events or ()]
     assert ([EventType.PREEMPTED, EventType.SCHEDULED] if clear_cache else []) == kinds
-    assert None is driver.outputs("a")[2].prefill_stats
+    assert driver.outputs("a")[2].prefill_stats is None
 
 
 def test_resetting_the_prefix_cache() -> None:
@@ -293,14 +293,14 @@ def test_resetting_the_prefix_cache() -> None:
     driver = drive()
     driver.add("a", 6)
     driver.step(2)
-    assert False is driver.call("reset_prefix_cache", False, False)
-    assert True is driver.call("reset_prefix_cache", True, False)
+    assert driver.call("reset_prefix_cache", False, False) is False
+    assert driver.call("reset_prefix_cache", True, False) is True
     driver.run()
 
-    assert 6 == len(driver.tokens("a"))
+    assert len(driver.tokens("a")) == 6
     events = driver.outputs("a")[2].events
     assert events is not None
-    assert [EventType.PREEMPTED, EventType.SCHEDULED] == [event.type for event in events]
+    assert [event.type for event in events] == [EventType.PREEMPTED, EventType.SCHEDULED]
 
 
 # Sleeping ---------------------------------------------------------------------------------------
@@ -313,21 +313,21 @@ def asleep(driver: Driver) -> tuple[Any, Any]:
 def test_sleeping_and_waking_up() -> None:
     """Levels above 0 give memory up; waking up gets it back and resumes."""
     driver = drive()
-    assert None is driver.call("sleep", 1, "abort")
-    assert (True, True) == asleep(driver)
+    assert driver.call("sleep", 1, "abort") is None
+    assert asleep(driver) == (True, True)
     driver.add("a", 2)
     driver.run()
-    assert [] == driver.outputs("a")
+    assert driver.outputs("a") == []
     driver.call("resume_scheduler")
-    assert (True, False) == asleep(driver)
+    assert asleep(driver) == (True, False)
     driver.call("sleep", 2, "keep")
-    assert False is driver.call("wake_up", ["weights"])
-    assert (True, True) == asleep(driver)
-    assert False is driver.call("wake_up", ["nonsense"])
-    assert True is driver.call("wake_up", ["kv_cache"])
-    assert (False, False) == asleep(driver)
+    assert driver.call("wake_up", ["weights"]) is False
+    assert asleep(driver) == (True, True)
+    assert driver.call("wake_up", ["nonsense"]) is False
+    assert driver.call("wake_up", ["kv_cache"]) is True
+    assert asleep(driver) == (False, False)
     driver.run()
-    assert 2 == len(driver.tokens("a"))
+    assert len(driver.tokens("a")) == 2
 
 
 def test_sleeping_at_level_0_only_pauses() -> None:
@@ -336,22 +336,22 @@ def test_sleeping_at_level_0_only_pauses() -> None:
     driver.add("a", 4)
     driver.step()
     driver.call("sleep", 0, "keep")
-    assert (True, True) == asleep(driver)
-    assert True is driver.call("wake_up", ["scheduling"])
-    assert (False, False) == asleep(driver)
+    assert asleep(driver) == (True, True)
+    assert driver.call("wake_up", ["scheduling"]) is True
+    assert asleep(driver) == (False, False)
     driver.run()
-    assert 4 == len(driver.tokens("a"))
+    assert len(driver.tokens("a")) == 4
     events = driver.outputs("a")[1].events
-    assert None is events
+    assert events is None
 
 
 def test_scheduling_does_not_resume_what_sleeps() -> None:
     """Memory comes first."""
     driver = drive()
     driver.call("sleep", 1)
-    assert False is driver.call("wake_up", ["scheduling"])
-    assert False is driver.call("wake_up", ["scheduling", "kv_cache"])
-    assert True is driver.call("wake_up", None)
+    assert driver.call("wake_up", ["scheduling"]) is False
+    assert driver.call("wake_up", ["scheduling", "kv_cache"]) is False
+    assert driver.call("wake_up", None) is True
 
 
 def test_sleeping_after_the_wait() -> None:
@@ -360,21 +360,21 @@ def test_sleeping_after_the_wait() -> None:
     driver.add("a", 4)
     driver.step()
     call_id = driver.post("sleep", 1, "wait")
-    assert None is driver.answer(call_id)
+    assert driver.answer(call_id) is None
     driver.run()
     assert None is not driver.answer(call_id)
     driver.call("resume_scheduler")
-    assert (True, False) == asleep(driver)
+    assert asleep(driver) == (True, False)
 
 
 def test_releasing_kv_cache_memory() -> None:
     """Needs a pause and nobody in it; waking up gets it back."""
     driver = drive()
     driver.call("pause_scheduler")
-    assert None is driver.call("release_kv_cache_memory")
+    assert driver.call("release_kv_cache_memory") is None
     assert "requires all executor memory" in driver.fail("release_kv_cache_memory")
-    assert True is driver.call("wake_up", ["kv_cache"])
-    assert (False, False) == asleep(driver)
+    assert driver.call("wake_up", ["kv_cache"]) is True
+    assert asleep(driver) == (False, False)
 
 
 # Shutting down ----------------------------------------------------------------------------------
@@ -391,11 +391,11 @@ def test_shutting_down_at_once() -> None:
     driver.add("b", 50)
     failure = driver.answer(driver.post("is_sleeping"))
 
-    assert FinishReason.ABORT is driver.finish_reason("a")
-    assert FinishReason.ABORT is driver.finish_reason("b")
-    assert FinishReason.ABORT is driver.outputs("session")[-1].finish_reason
+    assert driver.finish_reason("a") is FinishReason.ABORT
+    assert driver.finish_reason("b") is FinishReason.ABORT
+    assert driver.outputs("session")[-1].finish_reason is FinishReason.ABORT
     assert failure is not None
-    assert "Server shutting down" == failure.failure_message
+    assert failure.failure_message == "Server shutting down"
     assert not driver.engine.has_unfinished
 
 
@@ -408,5 +408,5 @@ def test_shutting_down_after_what_runs() -> None:
     driver.add("b", 5)
     driver.run()
 
-    assert FinishReason.LENGTH is driver.finish_reason("a")
-    assert FinishReason.ABORT is driver.finish_reason("b")
+    assert driver.finish_reason("a") is FinishReason.LENGTH
+    assert driver.finish_reason("b") is FinishReason.ABORT

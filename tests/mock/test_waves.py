@@ -18,7 +18,7 @@ def test_an_idle_engine_announces_the_wave() -> None:
     driver.add("b", current_wave=2)
     driver.run()
 
-    assert [3] == [notice.start_wave for notice in driver.waves()]
+    assert [notice.start_wave for notice in driver.waves()] == [3]
     assert is_out_of_work(driver)
 
 
@@ -29,7 +29,7 @@ def test_an_engine_that_was_woken_announces_nothing() -> None:
     driver.add("a", current_wave=2)
     driver.run()
 
-    assert [] == driver.waves()
+    assert driver.waves() == []
     assert is_out_of_work(driver)
 
 
@@ -57,10 +57,10 @@ def test_the_first_engine_reports_the_end_of_a_wave() -> None:
         assert not is_out_of_work(driver)
 
     first, second = engines
-    assert [(None, 0), (0, None)] == [(w.wave_complete, w.start_wave) for w in first.waves()]
-    assert [(None, 0)] == [(w.wave_complete, w.start_wave) for w in second.waves()]
+    assert [(w.wave_complete, w.start_wave) for w in first.waves()] == [(None, 0), (0, None)]
+    assert [(w.wave_complete, w.start_wave) for w in second.waves()] == [(None, 0)]
     second.add("b")
-    assert 1 == second.waves()[-1].start_wave
+    assert second.waves()[-1].start_wave == 1
 
 
 def test_statistics_for_the_coordinator_tell_step_and_wave() -> None:
@@ -70,7 +70,7 @@ def test_statistics_for_the_coordinator_tell_step_and_wave() -> None:
     driver.run()
 
     told = [o.scheduler_stats for o in driver.told_coordinator() if hasattr(o, "scheduler_stats")]
-    assert {5} == {stats.current_wave for stats in told if stats}
+    assert {stats.current_wave for stats in told if stats} == {5}
     steps = [stats.step_counter for stats in told if stats]
     assert sorted(steps) == steps
     assert steps[-1] > steps[0]
@@ -83,11 +83,11 @@ def test_a_dense_engine_has_no_waves() -> None:
     driver.add("a", current_wave=9)
     driver.run()
 
-    assert [] == driver.waves()
+    assert driver.waves() == []
     assert not is_out_of_work(driver)
-    assert [] == driver.engine.complete_wave(driver.now)
-    assert 1 == driver.engine.summary.errors
-    assert 4 == len(driver.tokens("a"))
+    assert driver.engine.complete_wave(driver.now) == []
+    assert driver.engine.summary.errors == 1
+    assert len(driver.tokens("a")) == 4
 
 
 def test_a_paused_engine_is_not_woken() -> None:
@@ -97,5 +97,5 @@ def test_a_paused_engine_is_not_woken() -> None:
     driver.handle(encode_start_dp_wave(StartDpWave(2)))
     driver.add("a")
 
-    assert [] == driver.waves()
+    assert driver.waves() == []
     assert not is_out_of_work(driver)

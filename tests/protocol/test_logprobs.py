@@ -50,7 +50,7 @@ def test_log_probabilities_that_do_not_fit_are_not_written(
     with pytest.raises(CodecError) as caught:
         encode_outputs(RequestBatchOutputs(outputs=[logprobs(ids, values, ranks)]))
 
-    assert f"outputs[0].new_logprobs{where}" == caught.value.where
+    assert caught.value.where == f"outputs[0].new_logprobs{where}"
 
 
 def test_log_probabilities_without_rows_arrive() -> None:
@@ -127,7 +127,7 @@ def test_sampling_mask_that_does_not_fit_is_not_written(mask: SamplingMask, wher
     with pytest.raises(CodecError) as caught:
         encode_outputs(RequestBatchOutputs(outputs=[output]))
 
-    assert f"outputs[0].new_sampling_mask{where}" == caught.value.where
+    assert caught.value.where == f"outputs[0].new_sampling_mask{where}"
 
 
 def test_rows_of_sampling_masks() -> None:

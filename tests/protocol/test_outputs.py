@@ -126,22 +126,22 @@ def test_output_messages_have_every_position() -> None:
     """Strict readers want all of them."""
     raw = unpacked(bytes(encode_outputs(BATCH)[0]))
 
-    assert [9, 19, 19] == [len(raw), len(raw[1][0]), len(raw[1][1])]
+    assert [len(raw), len(raw[1][0]), len(raw[1][1])] == [9, 19, 19]
     assert len(raw[2]) == len(attrs.fields(SchedulerStats))
-    assert [4, 5] == [len(raw[1][0][2]), len(raw[1][0][3])]
+    assert [len(raw[1][0][2]), len(raw[1][0][3])] == [4, 5]
 
 
 def test_void_utility_result_is_written_as_a_pair() -> None:
     """A bare nil trips an assertion of upstream's Python client."""
     (payload,) = encode_outputs(UtilityCallOutput(output=UtilityOutput(5)))
 
-    assert [5, None, [None, None]] == unpacked(bytes(payload))[4]
+    assert unpacked(bytes(payload))[4] == [5, None, [None, None]]
 
 
 def test_failed_utility_call_has_no_result() -> None:
     (payload,) = encode_outputs(UtilityCallOutput(output=UtilityOutput(5, "why")))
 
-    assert [5, "why", None] == unpacked(bytes(payload))[4]
+    assert unpacked(bytes(payload))[4] == [5, "why", None]
     with pytest.raises(CodecError, match=r"utility_output\.result must be nil"):
         encode_outputs(UtilityCallOutput(output=UtilityOutput(5, "why", result=1)))
 

@@ -177,7 +177,7 @@ def test_bad_feature_is_refused(fields: dict[str, Any], where: str) -> None:
     with pytest.raises(DecodeError) as caught:
         decode_engine_message(add(mm_features=[FEATURE | fields]))
 
-    assert f"mm_features[0]{where}" == caught.value.where
+    assert caught.value.where == f"mm_features[0]{where}"
 
 
 @pytest.mark.parametrize("what", ["data", "slices"])

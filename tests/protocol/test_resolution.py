@@ -62,7 +62,7 @@ def test_client_index_is_set_in_a_copy() -> None:
 def test_ids_to_mask_are_the_stop_and_end_of_text_ids(
     fields: dict[str, Any], expected: object
 ) -> None:
-    assert expected == resolved(**fields).all_stop_token_ids
+    assert resolved(**fields).all_stop_token_ids == expected
 
 
 def test_minus_one_is_none() -> None:
@@ -83,7 +83,7 @@ def test_minus_one_is_none() -> None:
     ],
 )
 def test_logit_bias_is_brought_into_range(bias: Any, expected: object) -> None:
-    assert expected == resolved(logit_bias=bias).logit_bias
+    assert resolved(logit_bias=bias).logit_bias == expected
 
 
 def test_bias_that_is_no_number_stays() -> None:

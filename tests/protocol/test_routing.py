@@ -20,18 +20,18 @@ def admit(balancer: Balancer, count: int = 1) -> list[int]:
 
 
 def test_single_engine_gets_everything() -> None:
-    assert [7, 7, 7] == admit(Balancer([7]), 3)
+    assert admit(Balancer([7]), 3) == [7, 7, 7]
 
 
 def test_without_reports_what_is_in_flight_counts() -> None:
     """What was admitted and has ended does not."""
     balancer = Balancer([2, 0, 1])
 
-    assert [0, 1, 2, 0] == admit(balancer, 4)
+    assert admit(balancer, 4) == [0, 1, 2, 0]
     for engine_index in (0, 0, 2):
         balancer.release(engine_index)
 
-    assert [0, 2, 0, 1] == admit(balancer, 4)
+    assert admit(balancer, 4) == [0, 2, 0, 1]
 
 
 def test_ties_go_to_the_lowest_index() -> None:
@@ -39,7 +39,7 @@ def test_ties_go_to_the_lowest_index() -> None:
     balancer = Balancer([257, 256, 1])
 
     for _ in range(3):
-        assert 1 == balancer.choose("r", None)
+        assert balancer.choose("r", None) == 1
 
 
 def test_reports_tell_of_the_requests_of_other_clients() -> None:
@@ -48,7 +48,7 @@ def test_reports_tell_of_the_requests_of_other_clients() -> None:
     balancer.report(0, running=2, waiting=1)
     balancer.report(1, running=0, waiting=0)
 
-    assert [1, 1, 1, 0, 1] == admit(balancer, 5)
+    assert admit(balancer, 5) == [1, 1, 1, 0, 1]
 
 
 def test_report_includes_what_was_admitted_before() -> None:
@@ -58,7 +58,7 @@ def test_report_includes_what_was_admitted_before() -> None:
     balancer.report(0, running=2, waiting=0)
     balancer.report(1, running=2, waiting=0)
 
-    assert [0, 1] == admit(balancer, 2)
+    assert admit(balancer, 2) == [0, 1]
 
 
 def test_report_that_is_behind_does_not_hide_what_is_in_flight() -> None:
@@ -68,15 +68,15 @@ def test_report_that_is_behind_does_not_hide_what_is_in_flight() -> None:
 
     balancer.report(0, running=0, waiting=0)
 
-    assert [1] == admit(balancer)
+    assert admit(balancer) == [1]
 
 
 def test_pinned_request_goes_where_it_wants() -> None:
     balancer = Balancer([3, 4])
     balancer.report(4, running=100, waiting=0)
 
-    assert 4 == balancer.choose("r", 4)
-    assert 3 == balancer.choose("r", None)
+    assert balancer.choose("r", 4) == 4
+    assert balancer.choose("r", None) == 3
 
 
 def test_pinned_to_an_engine_that_is_not_there() -> None:
@@ -103,9 +103,9 @@ def test_lost_engine_is_left_alone() -> None:
     balancer.release(0)
     balancer.report(0, running=1, waiting=1)
 
-    assert [1] == balancer.engine_indices
-    assert [1, 1] == admit(balancer, 2)
-    assert 3 == balancer.in_flight(1)
+    assert balancer.engine_indices == [1]
+    assert admit(balancer, 2) == [1, 1]
+    assert balancer.in_flight(1) == 3
 
 
 @given(st.lists(st.tuples(st.sampled_from("arp"), st.integers(0, 3), st.integers(0, 9))))

@@ -38,25 +38,25 @@ def state(startup: FrontendStartup) -> tuple[Phase | None, int]:
 
 def test_one_engine_as_it_should_be() -> None:
     startup = FrontendStartup([0])
-    assert (Phase.HELLO, 3) == state(startup)
+    assert state(startup) == (Phase.HELLO, 3)
 
     assert EngineId.of(0) == startup.receive_report(frames(0, HELLO))
-    assert (Phase.READY, 2) == state(startup)
+    assert state(startup) == (Phase.READY, 2)
 
-    assert 0 == startup.receive_registration(registration(0))
-    assert (Phase.READY, 1) == state(startup)
+    assert startup.receive_registration(registration(0)) == 0
+    assert state(startup) == (Phase.READY, 1)
 
     assert startup.receive_report(frames(0, READY)) is None
-    assert (None, 0) == state(startup)
-    assert {0: ready_response(0)} == startup.ready_responses
-    assert [] == startup.notes
+    assert state(startup) == (None, 0)
+    assert startup.ready_responses == {0: ready_response(0)}
+    assert startup.notes == []
 
 
 def test_ready_may_be_seen_before_the_registration() -> None:
     startup = FrontendStartup([0])
     startup.receive_report(frames(0, HELLO))
     startup.receive_report(frames(0, READY))
-    assert Phase.REGISTRATION is startup.phase
+    assert startup.phase is Phase.REGISTRATION
 
     startup.receive_registration(registration(0))
 
@@ -79,8 +79,8 @@ def test_recorded_engines(name: str) -> None:
         else:
             startup.receive_registration(received)
 
-    assert (None, []) == (startup.phase, startup.notes)
-    assert {"0.32.0"} == {r.vllm_version for r in startup.ready_responses.values()}
+    assert (startup.phase, startup.notes) == (None, [])
+    assert {r.vllm_version for r in startup.ready_responses.values()} == {"0.32.0"}
 
 
 @given(data=st.data(), count=st.integers(1, 4))
@@ -104,7 +104,7 @@ def test_any_interleaving_ends(data: st.DataObject, count: int) -> None:
         if not to_send[index]:
             del to_send[index]
 
-    assert (None, []) == (startup.phase, startup.notes)
+    assert (startup.phase, startup.notes) == (None, [])
     assert list(range(count)) == list(startup.ready_responses)
 
 
@@ -112,23 +112,23 @@ def test_missing_engines_are_those_of_the_phase() -> None:
     startup = FrontendStartup(range(3))
     for index in (0, 2):
         startup.receive_report(frames(index, HELLO))
-    assert (Phase.HELLO, [1]) == (startup.phase, startup.missing(Phase.HELLO))
+    assert (startup.phase, startup.missing(Phase.HELLO)) == (Phase.HELLO, [1])
 
     startup.receive_report(frames(1, HELLO))
     startup.receive_report(frames(1, READY))
 
-    assert (Phase.READY, [0, 2]) == (startup.phase, startup.missing(Phase.READY))
-    assert [0, 1, 2] == startup.missing(Phase.REGISTRATION)
+    assert (startup.phase, startup.missing(Phase.READY)) == (Phase.READY, [0, 2])
+    assert startup.missing(Phase.REGISTRATION) == [0, 1, 2]
 
 
 def test_only_registrations_if_a_supervisor_does_the_handshake() -> None:
     startup = FrontendStartup(range(4, 6), handshake=False)
-    assert (Phase.REGISTRATION, 2) == (startup.phase, startup.steps_missing)
+    assert (startup.phase, startup.steps_missing) == (Phase.REGISTRATION, 2)
 
-    assert 5 == startup.receive_registration(registration(5))
-    assert 4 == startup.receive_registration(registration(4))
+    assert startup.receive_registration(registration(5)) == 5
+    assert startup.receive_registration(registration(4)) == 4
 
-    assert (None, [4, 5]) == (startup.phase, list(startup.ready_responses))
+    assert (startup.phase, list(startup.ready_responses)) == (None, [4, 5])
 
 
 def test_restart_before_ready_gets_init_again() -> None:
@@ -138,8 +138,8 @@ def test_restart_before_ready_gets_init_again() -> None:
 
     assert EngineId.of(0) == startup.receive_report(frames(0, HELLO))
 
-    assert ["engine 0 left before it was READY", "engine 0 said HELLO again"] == startup.notes
-    assert 2 == startup.steps_missing
+    assert startup.notes == ["engine 0 left before it was READY", "engine 0 said HELLO again"]
+    assert startup.steps_missing == 2
 
 
 def test_end_of_the_handshake_connection_after_ready_is_no_news() -> None:
@@ -149,7 +149,7 @@ def test_end_of_the_handshake_connection_after_ready_is_no_news() -> None:
 
     startup.lose_handshake(0)
 
-    assert [] == startup.notes
+    assert startup.notes == []
 
 
 def test_lost_engine_starts_over() -> None:
@@ -160,9 +160,9 @@ def test_lost_engine_starts_over() -> None:
 
     startup.lose(0)
 
-    assert (Phase.HELLO, [0, 1]) == (startup.phase, startup.missing(Phase.HELLO))
-    assert {} == startup.ready_responses
-    assert ["engine 0 was lost during startup"] == startup.notes
+    assert (startup.phase, startup.missing(Phase.HELLO)) == (Phase.HELLO, [0, 1])
+    assert startup.ready_responses == {}
+    assert startup.notes == ["engine 0 was lost during startup"]
     assert EngineId.of(0) == startup.receive_report(frames(0, HELLO))
 
 
@@ -179,19 +179,19 @@ def gated_startup(count: int) -> FrontendStartup:
 
 def test_gate_opens_when_all_have_subscribed() -> None:
     startup = gated_startup(2)
-    assert (Phase.SUBSCRIPTION, 6) == state(startup)
-    assert [0, 1] == startup.missing(Phase.SUBSCRIPTION)
+    assert state(startup) == (Phase.SUBSCRIPTION, 6)
+    assert startup.missing(Phase.SUBSCRIPTION) == [0, 1]
 
     assert not startup.receive_subscription([b"\x01"])
     startup.receive_registration(registration(1))
-    assert [0] == startup.missing(Phase.SUBSCRIPTION)
+    assert startup.missing(Phase.SUBSCRIPTION) == [0]
 
     startup.receive_registration(registration(0))
     # One of them has not subscribed; it is not known which.
-    assert [0, 1] == startup.missing(Phase.SUBSCRIPTION)
+    assert startup.missing(Phase.SUBSCRIPTION) == [0, 1]
 
     assert startup.receive_subscription([b"\x01"])
-    assert (Phase.READY, 2) == state(startup)
+    assert state(startup) == (Phase.READY, 2)
 
 
 def test_gate_opens_again_for_who_comes_late() -> None:
@@ -200,7 +200,7 @@ def test_gate_opens_again_for_who_comes_late() -> None:
 
     assert startup.receive_subscription([b"\x01"])
 
-    assert 2 == startup.steps_missing
+    assert startup.steps_missing == 2
 
 
 def test_engine_that_is_lost_before_the_gate_opens() -> None:
@@ -220,7 +220,7 @@ def test_other_messages_open_no_gate(message: list[bytes]) -> None:
 
     assert not startup.receive_subscription(message)
 
-    assert Phase.SUBSCRIPTION is startup.phase
+    assert startup.phase is Phase.SUBSCRIPTION
 
 
 # What should not be there -----------------------------------------------------------------------
@@ -249,7 +249,7 @@ def test_unexpected_report(message: list[bytes], note: str) -> None:
 
     (noted,) = startup.notes
     assert note in noted
-    assert 6 == startup.steps_missing
+    assert startup.steps_missing == 6
     assert EngineId.of(0) == startup.receive_report(frames(0, HELLO))
 
 
@@ -273,7 +273,7 @@ def test_unexpected_registration(message: list[bytes], note: str) -> None:
 
     (noted,) = startup.notes
     assert note in noted
-    assert 0 == startup.receive_registration(registration(0))
+    assert startup.receive_registration(registration(0)) == 0
 
 
 def test_messages_out_of_turn() -> None:
@@ -287,11 +287,11 @@ def test_messages_out_of_turn() -> None:
     assert startup.receive_registration(registration(0)) is None
 
     assert startup.phase is None
-    assert [
+    assert startup.notes == [
         "engine 0 said READY out of turn",
         "engine 0 said HELLO after READY: are there two of it?",
         "engine 0 registered again",
-    ] == startup.notes
+    ]
 
 
 def test_notes_have_an_end() -> None:
@@ -300,7 +300,7 @@ def test_notes_have_an_end() -> None:
     for index in range(1, 1000):
         startup.receive_report(frames(index, HELLO))
 
-    assert 20 == len(startup.notes)
+    assert len(startup.notes) == 20
 
 
 @given(

@@ -38,12 +38,12 @@ def test_idle_engines_are_woken_for_a_request() -> None:
     """Again and again, until one of them says that it runs."""
     waves = Waves()
 
-    assert StartDpWave(0, 1) == waves.send_request(1)
-    assert StartDpWave(0, 0) == waves.send_request(0)
-    assert Waves(0, engines_running=False) == waves
+    assert waves.send_request(1) == StartDpWave(0, 1)
+    assert waves.send_request(0) == StartDpWave(0, 0)
+    assert waves == Waves(0, engines_running=False)
 
-    assert StartDpWave(0, 1) == waves.receive_notice(start(0, engine_index=1))
-    assert Waves(0, engines_running=True) == waves
+    assert waves.receive_notice(start(0, engine_index=1)) == StartDpWave(0, 1)
+    assert waves == Waves(0, engines_running=True)
     assert waves.send_request(0) is None
 
 
@@ -61,8 +61,8 @@ def test_end_of_a_wave() -> None:
 
     assert waves.receive_notice(complete(0)) is None
 
-    assert (1, False) == (waves.current_wave, waves.engines_running)
-    assert StartDpWave(1, 1) == waves.send_request(1)
+    assert (waves.current_wave, waves.engines_running) == (1, False)
+    assert waves.send_request(1) == StartDpWave(1, 1)
 
 
 def test_old_notices_change_nothing() -> None:
@@ -71,17 +71,17 @@ def test_old_notices_change_nothing() -> None:
     for notice in (complete(4), start(4), start(5)):
         assert waves.receive_notice(notice) is None
 
-    assert Waves(5, engines_running=True) == waves
+    assert waves == Waves(5, engines_running=True)
 
 
 def test_request_that_missed_the_end_of_a_wave() -> None:
     """An idle engine got it and begins the next wave; its notice and the end may cross."""
     waves = Waves(current_wave=3, engines_running=True)
 
-    assert StartDpWave(4, 1) == waves.receive_notice(start(4, engine_index=1))
+    assert waves.receive_notice(start(4, engine_index=1)) == StartDpWave(4, 1)
     assert waves.receive_notice(complete(3)) is None
 
-    assert Waves(4, engines_running=True) == waves
+    assert waves == Waves(4, engines_running=True)
 
 
 def test_connection_that_is_back() -> None:
@@ -91,7 +91,7 @@ def test_connection_that_is_back() -> None:
 
     waves.receive_notice(start(0))
 
-    assert StartDpWave(0, None) == waves.receive_subscription()
+    assert waves.receive_subscription() == StartDpWave(0, None)
 
 
 def test_another_process_is_the_coordinator() -> None:
@@ -99,7 +99,7 @@ def test_another_process_is_the_coordinator() -> None:
 
     waves.follow(CoordinatorStats(None, current_wave=7, engines_running=True))
 
-    assert Waves(7, engines_running=True) == waves
+    assert waves == Waves(7, engines_running=True)
 
 
 @given(
@@ -142,8 +142,8 @@ def test_recorded_notices(name: str) -> None:
             assert message.frames in broadcasts
 
     assert (0, True) in course
-    assert (1, False) == course[-1]
-    assert [[b"\x02", b"\x92\x00\x00"]] == broadcasts
+    assert course[-1] == (1, False)
+    assert broadcasts == [[b"\x02", b"\x92\x00\x00"]]
 
 
 def test_recorded_first_request_notices() -> None:
@@ -156,7 +156,7 @@ def test_recorded_first_request_notices() -> None:
     ours = [encode_first_request_notice(0, wave) for wave in (0, 1)]
 
     assert ours == recorded
-    assert [[b"\x92\xc4\x02\x01\x01\x05"]] == [encode_first_request_notice(257, 5)]
+    assert [encode_first_request_notice(257, 5)] == [[b"\x92\xc4\x02\x01\x01\x05"]]
     assert EngineId.of(257) == b"\x01\x01"
 
 
@@ -180,7 +180,7 @@ def test_notice_that_has_no_business_there(
     with pytest.raises(DecodeError, match="statistics or waves") as caught:
         decode_coordinator_notice([bytes(frame) for frame in encode_outputs(message)])
 
-    assert 1 == caught.value.engine_index
+    assert caught.value.engine_index == 1
 
 
 @pytest.mark.parametrize("frames", [[b"ENGINE_CORE_DEAD"], [b"\xc1"], [b""], []], ids=str)

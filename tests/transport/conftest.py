@@ -31,5 +31,5 @@ async def router_and_dealer(context: ZmqContext) -> Pair:
     dealer = context.socket(SocketType.DEALER, identity=b"peer")
     dealer.connect(router.bind(ANY_PORT))
     await dealer.send([b"hello"])
-    assert [b"peer", b"hello"] == await router.receive()
+    assert await router.receive() == [b"peer", b"hello"]
     return router, dealer

@@ -67,19 +67,19 @@ async def test_loss_after_registration(rig: Rig) -> None:
     rig.disconnect(13)
     await wait_all_tasks_blocked()
 
-    assert [1] == rig.losses
+    assert rig.losses == [1]
 
 
 async def test_loss_is_known_before_the_registration_is_read(rig: Rig) -> None:
     rig.accept(12)
     rig.disconnect(12)
     await wait_all_tasks_blocked()
-    assert [] == rig.losses
+    assert rig.losses == []
 
     rig.connections.watch(0, 12)
     await wait_all_tasks_blocked()
 
-    assert [0] == rig.losses
+    assert rig.losses == [0]
 
 
 async def test_loss_that_nobody_has_heard_of_when_the_registration_is_read(rig: Rig) -> None:
@@ -90,7 +90,7 @@ async def test_loss_that_nobody_has_heard_of_when_the_registration_is_read(rig: 
     rig.connections.watch(0, 12)
     await wait_all_tasks_blocked()
 
-    assert [0] == rig.losses
+    assert rig.losses == [0]
 
 
 async def test_descriptor_is_used_again(rig: Rig) -> None:
@@ -100,12 +100,12 @@ async def test_descriptor_is_used_again(rig: Rig) -> None:
     rig.accept(12)
     rig.connections.watch(1, 12)
     await wait_all_tasks_blocked()
-    assert [0] == rig.losses
+    assert rig.losses == [0]
 
     rig.disconnect(12)
     await wait_all_tasks_blocked()
 
-    assert [0, 1] == rig.losses
+    assert rig.losses == [0, 1]
 
 
 async def test_descriptor_is_used_again_before_a_message_was_read(rig: Rig) -> None:
@@ -117,7 +117,7 @@ async def test_descriptor_is_used_again_before_a_message_was_read(rig: Rig) -> N
     rig.connections.watch(1, 12)
     await wait_all_tasks_blocked()
 
-    assert [0] == rig.losses
+    assert rig.losses == [0]
 
 
 async def test_several_messages_of_one_engine(rig: Rig) -> None:
@@ -128,7 +128,7 @@ async def test_several_messages_of_one_engine(rig: Rig) -> None:
     rig.disconnect(12)
     await wait_all_tasks_blocked()
 
-    assert [0] == rig.losses
+    assert rig.losses == [0]
 
 
 async def test_connections_that_end_without_a_word(rig: Rig) -> None:
@@ -136,27 +136,27 @@ async def test_connections_that_end_without_a_word(rig: Rig) -> None:
     for _ in range(3):
         rig.accept(12)
         rig.disconnect(12)
-    assert 3 == rig.connections.mute_count
+    assert rig.connections.mute_count == 3
 
     for _ in range(2):
         rig.connections.watch(None, 12)
     rig.accept(12)
 
-    assert (2, 1) == (rig.connections.mute_count, rig.connections.silent_count)
+    assert (rig.connections.mute_count, rig.connections.silent_count) == (2, 1)
 
 
 async def test_end_is_told_before_the_beginning(rig: Rig) -> None:
     for _ in range(2):
         rig.disconnect(12)
         rig.accept(12)
-    assert (0, 2) == (rig.connections.silent_count, rig.connections.mute_count)
+    assert (rig.connections.silent_count, rig.connections.mute_count) == (0, 2)
 
     rig.accept(12)
     rig.connections.watch(0, 12)
     rig.disconnect(12)
     await wait_all_tasks_blocked()
 
-    assert [0] == rig.losses
+    assert rig.losses == [0]
 
 
 async def test_loss_of_somebody(rig: Rig) -> None:
@@ -164,14 +164,14 @@ async def test_loss_of_somebody(rig: Rig) -> None:
     for descriptor in (12, 13):
         rig.accept(descriptor)
     rig.connections.watch(None, 13)
-    assert 1 == rig.connections.silent_count
+    assert rig.connections.silent_count == 1
 
     for descriptor in (12, 13):
         rig.disconnect(descriptor)
 
-    assert (0, 1) == (rig.connections.silent_count, rig.connections.mute_count)
+    assert (rig.connections.silent_count, rig.connections.mute_count) == (0, 1)
     await wait_all_tasks_blocked()
-    assert [] == rig.losses
+    assert rig.losses == []
 
 
 async def test_cancelling_loses_no_loss() -> None:
@@ -181,15 +181,15 @@ async def test_cancelling_loses_no_loss() -> None:
         monitor.tell(PeerEventKind.ACCEPTED, descriptor)
         connections.watch(descriptor, descriptor)
         monitor.tell(PeerEventKind.DISCONNECTED, descriptor)
-    assert 0 == connections.silent_count  # which looks at all events
+    assert connections.silent_count == 0  # which looks at all events
 
     with trio.CancelScope() as scope:
         scope.cancel()
         await connections.receive()
 
     with assert_checkpoints():
-        assert 12 == await connections.receive()
-    assert 13 == await connections.receive()
+        assert await connections.receive() == 12
+    assert await connections.receive() == 13
     await connections.aclose()
     with pytest.raises(trio.ClosedResourceError):
         await connections.receive()

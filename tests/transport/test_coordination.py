@@ -44,7 +44,7 @@ async def start(engine: RawEngine) -> None:
     addresses = await engine.say_hello()
     engine.subscribe(addresses)
     engine.register(addresses, registration(engine))
-    assert [b"READY"] == await engine.broadcasts.receive()
+    assert await engine.broadcasts.receive() == [b"READY"]
     engine.say_ready()
 
 
@@ -59,13 +59,13 @@ async def test_lead(engines: list[RawEngine], address: str) -> None:
     mode = HandshakeOwner(handshake_address=address, engine_count=2, coordinator=True)
     with trio.fail_after(LIMIT):
         async with beside(start_all), open_frontend(mode) as links:
-            assert [0, 1] == list(links.ready_responses)
+            assert list(links.ready_responses) == [0, 1]
             assert isinstance(links.coordination, LeaderChannels)
             links.coordination.broadcasts.send_nowait([b"\x02", b"\x92\x00\x01"])
             for engine in engines:
-                assert [b"\x02", b"\x92\x00\x01"] == await engine.broadcasts.receive()
+                assert await engine.broadcasts.receive() == [b"\x02", b"\x92\x00\x01"]
                 engine.notices.send_nowait([b"notice"])
-                assert [[b"notice"]] == await links.coordination.notices.receive_batch(5)
+                assert await links.coordination.notices.receive_batch(5) == [[b"notice"]]
 
 
 async def test_gate_stays_closed(
@@ -78,7 +78,7 @@ async def test_gate_stays_closed(
         await engines[0].say_hello()
         engines[1].subscribe(addresses)
         engines[1].register(addresses, registration(engines[1]))
-        assert [b"READY"] == await engines[1].broadcasts.receive()
+        assert await engines[1].broadcasts.receive() == [b"READY"]
         raise AssertionError("the gate was opened")
 
     mode = HandshakeOwner(
@@ -90,10 +90,10 @@ async def test_gate_stays_closed(
                 async with open_frontend(mode):
                     raise AssertionError("it did not fail")
 
-    assert ("subscription at the coordinator", [0]) == (
+    assert (
         caught.value.phase,
         caught.value.missing_engines,
-    )
+    ) == ("subscription at the coordinator", [0])
 
 
 async def test_engine_that_restarts_when_the_gate_is_open(
@@ -104,11 +104,11 @@ async def test_engine_that_restarts_when_the_gate_is_open(
         addresses = await first.say_hello()
         first.subscribe(addresses)
         other.subscribe(await other.say_hello())
-        assert [b"READY"] == await first.broadcasts.receive()
+        assert await first.broadcasts.receive() == [b"READY"]
         first.die()
         again = RawEngine(context, address)
         again.subscribe(addresses)
-        assert [b"READY"] == await again.broadcasts.receive()
+        assert await again.broadcasts.receive() == [b"READY"]
         again.register(addresses, registration(again))
         other.register(addresses, registration(other))
         other.say(READY)
@@ -122,7 +122,7 @@ async def test_engine_that_restarts_when_the_gate_is_open(
     mode = HandshakeOwner(handshake_address=address, engine_count=2, coordinator=True)
     with trio.fail_after(LIMIT):
         async with beside(start_twice), open_frontend(mode) as links:
-            assert [0, 1] == list(links.ready_responses)
+            assert list(links.ready_responses) == [0, 1]
 
 
 async def test_lockstep_without_coordinator(engines: list[RawEngine], address: str) -> None:
@@ -166,11 +166,11 @@ async def test_follow(context: ZmqContext, tmp_path: Path, address: str, told_by
                 assert links.coordination is None
                 return
             assert isinstance(links.coordination, FollowerChannels)
-            assert [b"\x01"] == await publisher.receive()
+            assert await publisher.receive() == [b"\x01"]
             publisher.send_nowait([b"published"])
-            assert [[b"published"]] == await links.coordination.publications.receive_batch(5)
+            assert await links.coordination.publications.receive_batch(5) == [[b"published"]]
             links.coordination.notices.send_nowait([b"notice"])
-            assert [b"notice"] == await publisher.receive()
+            assert await publisher.receive() == [b"notice"]
 
 
 async def test_settings_for_the_engines(
@@ -196,7 +196,7 @@ async def test_settings_for_the_engines(
                 async with open_frontend(mode):
                     raise AssertionError("it did not fail")
 
-    assert [settings] == received
+    assert received == [settings]
 
 
 @pytest.mark.parametrize("value", [None, True, 1.5, ["a"], {}, 2**64])

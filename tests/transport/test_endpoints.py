@@ -47,7 +47,7 @@ async def test_messages_pass(context: ZmqContext, tmp_path: Path, asked: str, gi
     assert not address.endswith(":0")
     assert address == pull.address == push.address
     with trio.fail_after(LIMIT):
-        assert [b"message"] == await pull.receive()
+        assert await pull.receive() == [b"message"]
 
 
 async def test_connecting_resolves_names(context: ZmqContext) -> None:
@@ -58,7 +58,7 @@ async def test_connecting_resolves_names(context: ZmqContext) -> None:
     push.send_nowait([b"message"])
 
     with trio.fail_after(LIMIT):
-        assert [b"message"] == await pull.receive()
+        assert await pull.receive() == [b"message"]
 
 
 async def test_address_in_use_is_named() -> None:
@@ -119,7 +119,7 @@ async def test_inherited_listener_is_adopted(context: ZmqContext, backlog: int) 
         push.connect(address)
     push.send_nowait([b"message"])
     with trio.fail_after(LIMIT):
-        assert [b"message"] == await pull.receive()
+        assert await pull.receive() == [b"message"]
 
 
 async def test_adopted_listener_is_closed_with_the_socket() -> None:
@@ -130,4 +130,4 @@ async def test_adopted_listener_is_closed_with_the_socket() -> None:
         context.socket(SocketType.PULL).bind(ANY_PORT, listener=listener.detach())
 
     with stdlib_socket.socket() as connection:
-        assert 0 != connection.connect_ex(address)
+        assert connection.connect_ex(address) != 0

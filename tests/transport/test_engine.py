@@ -55,7 +55,7 @@ def two_clients(context: ZmqContext, tmp_path: Path) -> RawFrontend:
 
 async def take_hello(frontend: RawFrontend) -> bytes:
     identity, payload = await frontend.handshake.receive()
-    assert HandshakeStatus.HELLO is decode_report(payload).status
+    assert decode_report(payload).status is HandshakeStatus.HELLO
     return identity
 
 
@@ -69,7 +69,7 @@ async def answer(frontend: RawFrontend, *payload: bytes, **addresses: Any) -> No
 async def take_ready(frontend: RawFrontend) -> None:
     identity, payload = await frontend.handshake.receive()
     report = decode_report(payload)
-    assert (HandshakeStatus.READY, False, True) == (report.status, report.local, report.headless)
+    assert (report.status, report.local, report.headless) == (HandshakeStatus.READY, False, True)
     assert EngineId.of(3) == identity
 
 
@@ -105,8 +105,8 @@ async def check_links(links: FrontendChannels, frontend: RawFrontend) -> None:
         requests.send_nowait([identity, b"\x00", b"request %d" % client])
         links.outputs[client].send_nowait([b"output %d" % client, b"aux"])
 
-        assert [[b"\x00", b"request %d" % client]] == await links.inputs[client].receive_batch(5)
-        assert [b"output %d" % client, b"aux"] == await outputs.receive()
+        assert await links.inputs[client].receive_batch(5) == [[b"\x00", b"request %d" % client]]
+        assert await outputs.receive() == [b"output %d" % client, b"aux"]
 
 
 # As it should be --------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ async def test_join(context: ZmqContext, tmp_path: Path, clients: int) -> None:
                 await check_links(links, frontend)
 
                 assert links.coordinator is None
-                assert [frontend.init()] == told
+                assert told == [frontend.init()]
                 for number, loss in enumerate(links.losses):
                     assert frontend.inputs[number].address == loss.address
                     frontend.inputs[number].close()
@@ -163,7 +163,7 @@ async def test_gate(frontend: RawFrontend, context: ZmqContext, tmp_path: Path) 
 
     async def coordinate() -> None:
         await answer(frontend, **addresses)
-        assert [b"\x01"] == await broadcasts.receive()
+        assert await broadcasts.receive() == [b"\x01"]
         broadcasts.send_nowait([b"\x02", b"\x92\x00\xc0"])
         with trio.move_on_after(0.1):
             await take_ready(frontend)
@@ -176,11 +176,11 @@ async def test_gate(frontend: RawFrontend, context: ZmqContext, tmp_path: Path) 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(coordinate)
             async with joining(frontend.handshake.address) as links:
-                assert [
+                assert await links.coordinator.broadcasts.receive_batch(5) == [
                     [b"\x02", b"\x92\x01\xc0"]
-                ] == await links.coordinator.broadcasts.receive_batch(5)
+                ]
                 links.coordinator.notices.send_nowait([b"notice"])
-                assert [b"notice"] == await notices.receive()
+                assert await notices.receive() == [b"notice"]
                 broadcasts.close()
                 await links.coordinator.loss.wait()
 
@@ -195,7 +195,7 @@ async def test_nobody_listens(tmp_path: Path, kind: str) -> None:
         async with joining(address, TICK):
             raise AssertionError("it did not fail")
 
-    assert [f"nobody listens at {address}"] == caught.value.notes
+    assert caught.value.notes == [f"nobody listens at {address}"]
     assert str(caught.value) == (
         f"startup failed while waiting for INIT from the frontend at {address} (gave up after"
         f" 0.3 s); nobody listens at {address}"
@@ -209,7 +209,7 @@ async def test_silent_listener(patient_clock: MockClock) -> None:
             async with joining(address, TICK):
                 raise AssertionError("it did not fail")
 
-    assert [f"{address} is open, but says nothing"] == caught.value.notes
+    assert caught.value.notes == [f"{address} is open, but says nothing"]
 
 
 @pytest.mark.parametrize("response", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
@@ -244,7 +244,7 @@ async def test_frontend_that_does_not_answer(
         error.seconds,
         error.phase,
     )
-    assert [f"{frontend.handshake.address} is connected"] == error.notes
+    assert error.notes == [f"{frontend.handshake.address} is connected"]
 
 
 async def test_second_engine_with_the_same_index(
@@ -258,7 +258,7 @@ async def test_second_engine_with_the_same_index(
 
     error = await fail(frontend, answer, TICK)
 
-    assert [f"{frontend.handshake.address} is connected"] == error.notes
+    assert error.notes == [f"{frontend.handshake.address} is connected"]
 
 
 @pytest.mark.parametrize("address", ["", "tcp://127.0.0.1:0", "http://127.0.0.1:80"])
@@ -312,7 +312,7 @@ async def test_unusable_init(frontend: RawFrontend, payload: list[bytes], note: 
 
     (noted,) = error.notes
     assert note in noted
-    assert 0 == error.seconds
+    assert error.seconds == 0
 
 
 # Frontend that leaves ---------------------------------------------------------------------------
@@ -325,8 +325,8 @@ async def test_frontend_leaves_before_init(frontend: RawFrontend) -> None:
 
     error = await fail(frontend, leave)
 
-    assert [f"{frontend.handshake.address} closed the connection"] == error.notes
-    assert 0 == error.seconds
+    assert error.notes == [f"{frontend.handshake.address} closed the connection"]
+    assert error.seconds == 0
 
 
 async def test_frontend_leaves_in_the_gate(frontend: RawFrontend, tmp_path: Path) -> None:
@@ -338,8 +338,8 @@ async def test_frontend_leaves_in_the_gate(frontend: RawFrontend, tmp_path: Path
 
     error = await fail(frontend, leave)
 
-    assert f"READY from the coordinator at ipc://{tmp_path}/nobody" == error.phase
-    assert [f"{frontend.handshake.address} closed the connection"] == error.notes
+    assert error.phase == f"READY from the coordinator at ipc://{tmp_path}/nobody"
+    assert error.notes == [f"{frontend.handshake.address} closed the connection"]
 
 
 async def test_gate_that_does_not_open(
@@ -365,8 +365,8 @@ async def test_input_socket_that_is_not_there(frontend: RawFrontend, tmp_path: P
 
     error = await fail(frontend, mislead, LONG_TICK)
 
-    assert "the connection to the frontend's input socket" == error.phase
-    assert [f"nobody listens at {nobody}"] == error.notes
+    assert error.phase == "the connection to the frontend's input socket"
+    assert error.notes == [f"nobody listens at {nobody}"]
 
 
 async def test_frontend_is_replaced_before_its_input_socket_is_there(
@@ -385,8 +385,8 @@ async def test_frontend_is_replaced_before_its_input_socket_is_there(
     address = frontend.handshake.address
     error = await fail(frontend, be_replaced)
 
-    assert "the connection to the frontend's input socket" == error.phase
-    assert [f"{address} is connected again"] == error.notes
+    assert error.phase == "the connection to the frontend's input socket"
+    assert error.notes == [f"{address} is connected again"]
 
 
 # Leaving ----------------------------------------------------------------------------------------
@@ -405,7 +405,7 @@ async def test_cancelling_leaves_nothing_behind(tmp_path: Path) -> None:
                     frontend.close()
                     await links.losses[0].wait()
 
-    assert 5 < await cancel_everywhere(run)
+    assert await cancel_everywhere(run) > 5
 
 
 async def test_waiting_for_a_frontend_is_left_at_once(
@@ -417,7 +417,7 @@ async def test_waiting_for_a_frontend_is_left_at_once(
         async with joining(f"ipc://{tmp_path}/nobody"):
             raise AssertionError("it did not fail")
 
-    assert LIMIT / 2 > trio.current_time() - begin
+    assert trio.current_time() - begin < LIMIT / 2
 
 
 async def leave_with_outputs(frontend: RawFrontend, *, client_lives: bool) -> float:
@@ -440,7 +440,7 @@ async def test_last_outputs_get_out(frontend: RawFrontend) -> None:
         await leave_with_outputs(frontend, client_lives=True)
 
         for number in range(1000):
-            assert [b"%d" % number] == await frontend.outputs[0].receive()
+            assert await frontend.outputs[0].receive() == [b"%d" % number]
 
 
 async def test_leaving_does_not_wait_for_a_client_that_is_gone(
@@ -448,7 +448,7 @@ async def test_leaving_does_not_wait_for_a_client_that_is_gone(
 ) -> None:
     monkeypatch.setattr(_engine, "OUTPUT_LINGER", LIMIT)
     with trio.fail_after(LIMIT):
-        assert LIMIT / 2 > await leave_with_outputs(frontend, client_lives=False)
+        assert await leave_with_outputs(frontend, client_lives=False) < LIMIT / 2
 
 
 async def test_output_high_water_mark(frontend: RawFrontend, tmp_path: Path) -> None:

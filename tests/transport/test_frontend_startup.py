@@ -63,10 +63,10 @@ async def test_last_engine_is_lost_as_it_registers(autojump_clock: MockClock, at
             rig.input.register(0, 13)
             await wait_all_tasks_blocked()
             rig.monitor.tell(PeerEventKind.DISCONNECTED, 13)
-    assert [0] == rig.engines
+    assert rig.engines == [0]
 
     with trio.fail_after(1):
-        assert 0 == await rig.connections.receive()
+        assert await rig.connections.receive() == 0
 
 
 async def test_restarts_do_not_prolong_it(autojump_clock: MockClock) -> None:

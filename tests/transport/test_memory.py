@@ -54,7 +54,7 @@ async def test_messages_arrive_in_order_and_in_batches(ends: Ends) -> None:
             assert 1 <= len(batch) <= 2
             received += batch
 
-    assert [[b"1"], [b"2", b"more"], [b"3"]] == received
+    assert received == [[b"1"], [b"2", b"more"], [b"3"]]
     with pytest.raises(trio.WouldBlock):
         receiver.receive_batch_nowait(2)
 
@@ -73,7 +73,7 @@ async def test_batch_without_waiting(ends: Ends) -> None:
             except trio.WouldBlock:
                 continue
 
-    assert [[b"0"], [b"1"], [b"2"]] == received
+    assert received == [[b"0"], [b"1"], [b"2"]]
 
 
 async def test_router_sends_to_whom_it_knows(routed_ends: Ends) -> None:
@@ -87,8 +87,8 @@ async def test_router_sends_to_whom_it_knows(routed_ends: Ends) -> None:
         await router.send([b"stranger", b"3"])
 
     with trio.fail_after(LIMIT):
-        assert [[b"1"]] == await receiver.receive_batch(1)
-        assert [[b"2"]] == await receiver.receive_batch(1)
+        assert await receiver.receive_batch(1) == [[b"1"]]
+        assert await receiver.receive_batch(1) == [[b"2"]]
 
 
 async def test_disconnected_peer_is_gone() -> None:
@@ -100,7 +100,7 @@ async def test_disconnected_peer_is_gone() -> None:
 
     with pytest.raises(PeerGoneError):
         router.send_nowait([b"peer", b"too late"])
-    assert [b"last words"] == await receiver.receive()
+    assert await receiver.receive() == [b"last words"]
     with pytest.raises(trio.EndOfChannel):
         await receiver.receive()
 
@@ -112,6 +112,6 @@ async def test_bounded_connection_makes_the_sender_wait() -> None:
     with pytest.raises(trio.WouldBlock):
         sender.send_nowait([b"2"])
 
-    assert [[b"1"]] == await receiver.receive_batch(10)
+    assert await receiver.receive_batch(10) == [[b"1"]]
     sender.close()
     receiver.close()

@@ -40,7 +40,7 @@ async def test_killed_peer_is_named(context: ZmqContext) -> None:
         processes[b"b"].kill()
         lost = await next_of_kind(monitor, PeerEventKind.DISCONNECTED)
 
-        assert PeerEvent(PeerEventKind.DISCONNECTED, descriptors[b"b"], address) == lost
+        assert lost == PeerEvent(PeerEventKind.DISCONNECTED, descriptors[b"b"], address)
         with trio.move_on_after(0.1):
             raise AssertionError(await monitor.receive())
         router.send_nowait([b"a", b"still here"])
@@ -55,7 +55,7 @@ async def test_peer_is_killed_and_restarted_fifty_times(context: ZmqContext) -> 
         async with peer_process(BARE_PEER, address, "engine") as process:
             with trio.fail_after(LIMIT):
                 frames, descriptor = await router.receive_with_descriptor()
-            assert [b"engine", b"hello"] == frames
+            assert frames == [b"engine", b"hello"]
 
             process.kill()
             lost = await next_of_kind(monitor, PeerEventKind.DISCONNECTED)
@@ -76,14 +76,15 @@ async def test_course_of_a_connection_on_both_sides(context: ZmqContext) -> None
 
     dealer.close()
 
-    assert [
+    assert [await router_monitor.receive() for _ in range(3)] == [
         PeerEvent(PeerEventKind.ACCEPTED, descriptor, address),
         PeerEvent(PeerEventKind.HANDSHAKE_SUCCEEDED, None, address),
         PeerEvent(PeerEventKind.DISCONNECTED, descriptor, address),
-    ] == [await router_monitor.receive() for _ in range(3)]
+    ]
     events = [event async for event in dealer_monitor]
-    assert [PeerEventKind.CONNECTED, PeerEventKind.HANDSHAKE_SUCCEEDED] == [
-        event.kind for event in events
+    assert [event.kind for event in events] == [
+        PeerEventKind.CONNECTED,
+        PeerEventKind.HANDSHAKE_SUCCEEDED,
     ]
 
 
@@ -96,7 +97,7 @@ async def test_what_was_delivered_survives_the_connection(context: ZmqContext) -
 
     await next_of_kind(monitor, PeerEventKind.DISCONNECTED)
 
-    assert b"last words" == (await router.receive())[1]
+    assert (await router.receive())[1] == b"last words"
 
 
 async def test_nobody_listens(context: ZmqContext, tmp_path: Path) -> None:
@@ -107,7 +108,7 @@ async def test_nobody_listens(context: ZmqContext, tmp_path: Path) -> None:
     dealer.connect(address)
 
     event = await next_of_kind(monitor, PeerEventKind.CONNECT_RETRIED)
-    assert PeerEvent(PeerEventKind.CONNECT_RETRIED, None, address) == event
+    assert event == PeerEvent(PeerEventKind.CONNECT_RETRIED, None, address)
 
 
 GREETINGS = {
@@ -198,7 +199,7 @@ async def test_socket_works_on_without_its_monitor(context: ZmqContext) -> None:
     dealer.send_nowait([b"hello"])
 
     with trio.fail_after(LIMIT):
-        assert b"hello" == (await router.receive())[1]
+        assert (await router.receive())[1] == b"hello"
 
 
 async def test_unread_events_do_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

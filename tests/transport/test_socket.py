@@ -47,7 +47,7 @@ async def test_memory_of_a_view_may_be_reused_at_once(context: ZmqContext, tmp_p
     memory[:] = bytes(len(memory))
     pull.bind(address)
 
-    assert [b"head", b"x" * ZERO_COPY_SIZE] == await pull.receive()
+    assert await pull.receive() == [b"head", b"x" * ZERO_COPY_SIZE]
 
 
 @pytest.mark.parametrize(("size", "lent"), [(ZERO_COPY_SIZE - 1, False), (ZERO_COPY_SIZE, True)])
@@ -88,9 +88,9 @@ async def test_full_batch_is_taken_at_once(pull_and_push: Pair) -> None:
     push.send_nowait([b"last"])
     await wait_until_readable(pull)
 
-    assert 3 == len(await pull.receive_batch(3))
+    assert len(await pull.receive_batch(3)) == 3
     assert pull.has_more()
-    assert [[b"last"]] == await pull.receive_batch(3)
+    assert await pull.receive_batch(3) == [[b"last"]]
     assert not pull.has_more()
 
 
@@ -200,7 +200,7 @@ async def test_router_says_that_a_peer_is_unknown(router_and_dealer: Pair) -> No
     with pytest.raises(PeerGoneError) as caught:
         await router.send([b"stranger", b"payload"])
 
-    assert b"stranger" == caught.value.engine_id
+    assert caught.value.engine_id == b"stranger"
 
 
 async def test_router_is_whole_after_an_unknown_peer(router_and_dealer: Pair) -> None:
@@ -210,7 +210,7 @@ async def test_router_is_whole_after_an_unknown_peer(router_and_dealer: Pair) ->
 
     await router.send([b"peer", b"arrives"])
 
-    assert [b"arrives"] == await dealer.receive()
+    assert await dealer.receive() == [b"arrives"]
 
 
 async def test_router_says_that_a_peer_has_left(router_and_dealer: Pair) -> None:
@@ -243,7 +243,7 @@ async def test_unsendable_message_leaves_nothing_behind(
         push.send_nowait(frames)
     push.send_nowait([b"whole"])
 
-    assert [b"whole"] == await pull.receive()
+    assert await pull.receive() == [b"whole"]
 
 
 async def test_wrong_direction_is_a_typed_error(pull_and_push: Pair) -> None:
@@ -272,8 +272,8 @@ async def test_descriptor_tells_connections_apart(
         frames, descriptor = await router.receive_with_descriptor()
         descriptors[frames[0]].add(descriptor)
 
-    assert [1, 1] == [len(found) for found in descriptors.values()]
-    assert 2 == len(set.union(*descriptors.values()))
+    assert [len(found) for found in descriptors.values()] == [1, 1]
+    assert len(set.union(*descriptors.values())) == 2
 
 
 async def test_batch_with_descriptors(context: ZmqContext) -> None:
@@ -295,7 +295,7 @@ async def test_batch_with_descriptors(context: ZmqContext) -> None:
     descriptors = {(frames[0], descriptor) for frames, descriptor in received}
     assert 2 == len(descriptors) == len({descriptor for _, descriptor in descriptors})
     for name in (b"0", b"1"):
-        assert [b"0", b"1", b"2"] == [frames[1] for frames, _ in received if frames[0] == name]
+        assert [frames[1] for frames, _ in received if frames[0] == name] == [b"0", b"1", b"2"]
 
 
 @pytest.mark.parametrize("kind", [SocketType.ROUTER, SocketType.PULL, SocketType.XPUB])
@@ -341,4 +341,4 @@ def test_ctrl_c_in_the_middle_of_a_message_does_not_split_it(
 
     trio.run(main)
 
-    assert [[b"first", b"second"]] == received
+    assert received == [[b"first", b"second"]]

@@ -27,7 +27,7 @@ async def inner_pair(context: ZmqContext) -> Pair:
     dealer = context.socket(SocketType.DEALER, identity=b"peer", send_high_water_mark=1)
     dealer._raw.connect("inproc://router")
     await dealer.send([b"hello"])
-    assert [b"peer", b"hello"] == await router.receive()
+    assert await router.receive() == [b"peer", b"hello"]
     return router, dealer
 
 
@@ -43,7 +43,7 @@ def refuse(dealer: ZmqSocket) -> None:
 
 
 def empty(router: ZmqSocket) -> None:
-    assert [[b"peer", b"1"], [b"peer", b"2"]] == router.receive_batch_nowait(10)
+    assert router.receive_batch_nowait(10) == [[b"peer", b"1"], [b"peer", b"2"]]
 
 
 @pytest.mark.parametrize("in_vain", [True, False])
@@ -81,7 +81,7 @@ async def test_receiving_does_not_swallow_room(inner_pair: Pair) -> None:
                 empty(router)
                 with pytest.raises(trio.WouldBlock):
                     dealer.receive_batch_nowait(1)
-            assert [b"peer", b"3"] == await router.receive()
+            assert await router.receive() == [b"peer", b"3"]
 
 
 NEWS = [{"send"}, {"receive"}, {"send", "receive"}]
@@ -154,4 +154,4 @@ async def test_full_rate_in_both_directions_with_a_pausing_reader(context: ZmqCo
             nursery.cancel_scope.cancel()
 
     assert numbers == replies
-    assert 4 == pauses
+    assert pauses == 4

@@ -85,5 +85,5 @@ async def test_last_aborts_reach_the_engines(
                     if way == "cancelling":
                         scope.cancel()
 
-    assert REQUESTS == sum(len(engine.aborted) for engine in engines)
-    assert [REQUESTS // 2] * 2 == [len(engine.added) for engine in engines]
+    assert sum(len(engine.aborted) for engine in engines) == REQUESTS
+    assert [len(engine.added) for engine in engines] == [REQUESTS // 2] * 2

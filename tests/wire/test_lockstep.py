@@ -21,7 +21,7 @@ async def generate(client: EngineCoreClient, request_id: str, rank: int | None =
     )
     async with client.call(request) as outputs:
         tokens = [token async for item in outputs for token in item.output.new_token_ids]
-    assert 5 == len(tokens)
+    assert len(tokens) == 5
 
 
 async def test_waves(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ async def test_waves(tmp_path: Path) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(serve_mock_engines, config, options)
             async with open_client(mode) as client:
-                assert 3 == client.fleet.data_parallel_size
+                assert client.fleet.data_parallel_size == 3
                 for rank in (1, 0, 2, 2):
                     await generate(client, f"alone-{rank}", rank)
                 async with trio.open_nursery() as requests:

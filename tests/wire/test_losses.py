@@ -57,14 +57,14 @@ async def test_killed_engine(address: str) -> None:
         engines[1].process.send_signal(signal.SIGKILL)
 
         with trio.fail_after(LOSS_LIMIT):
-            assert 1 == await links.losses.receive()
+            assert await links.losses.receive() == 1
 
         for index in (0, 2):
             links.requests.send_nowait([EngineId.of(index), b"\x01", b"\x90"])
             while (line := await engines[index].wait_for_line()) != "01":
-                assert "joined" == line
+                assert line == "joined"
         with trio.move_on_after(0.1):
-            assert None is await links.losses.receive()
+            assert await links.losses.receive() is None
 
 
 async def test_killed_engine_of_a_client(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,26 +87,26 @@ async def test_killed_engine_of_a_client(address: str, monkeypatch: pytest.Monke
                 with trio.fail_after(LOSS_LIMIT), pytest.raises(EngineDeadError) as caught:
                     await anext(outputs)
             async with client.call(request("safe")) as outputs:
-                assert 1 == outputs.engine_index
+                assert outputs.engine_index == 1
 
-    assert (0, "engine 0 is dead: its connection was lost") == (
+    assert (
         caught.value.engine_index,
         str(caught.value),
-    )
+    ) == (0, "engine 0 is dead: its connection was lost")
 
 
 async def test_frozen_engine(address: str) -> None:
     """Its connection stands, so nothing is told; what it was sent it gets when it is thawed."""
     async with frontend_with_engines(address, 1) as (links, engines):
-        assert "joined" == await engines[0].wait_for_line()
+        assert await engines[0].wait_for_line() == "joined"
         engines[0].process.send_signal(signal.SIGSTOP)
         links.requests.send_nowait([EngineId.of(0), b"\x01", b"\x90"])
         with trio.move_on_after(0.5):
-            assert None is await links.losses.receive()
+            assert await links.losses.receive() is None
 
         engines[0].process.send_signal(signal.SIGCONT)
 
-        assert "01" == await engines[0].wait_for_line()
+        assert await engines[0].wait_for_line() == "01"
 
 
 async def test_heartbeats(address: str) -> None:
@@ -116,18 +116,18 @@ async def test_heartbeats(address: str) -> None:
     """
     async with frontend_with_engines(address, 3, heartbeat_timeout=1.0) as (links, engines):
         _, frozen, computing = engines
-        assert "joined" == await computing.wait_for_line()
+        assert await computing.wait_for_line() == "joined"
         links.requests.send_nowait([EngineId.of(2), b"2"])
         begin = trio.current_time()
         frozen.process.send_signal(signal.SIGSTOP)
 
         with trio.fail_after(LOSS_LIMIT):
-            assert 1 == await links.losses.receive()
+            assert await links.losses.receive() == 1
 
-        assert 0.4 < trio.current_time() - begin
+        assert trio.current_time() - begin > 0.4
         assert b"2".hex() == await computing.wait_for_line()
         with trio.move_on_after(0.1):
-            assert None is await links.losses.receive()
+            assert await links.losses.receive() is None
 
 
 async def test_killed_frontend(address: str) -> None:
@@ -138,7 +138,7 @@ async def test_killed_frontend(address: str) -> None:
                 address, engine_index=0, ready_response=lambda _: ready_response(0)
             ) as links,
         ):
-            assert "open" == await frontend.wait_for_line()
+            assert await frontend.wait_for_line() == "open"
             frontend.process.send_signal(signal.SIGKILL)
 
             with trio.fail_after(LOSS_LIMIT):
