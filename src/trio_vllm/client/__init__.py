@@ -1,6 +1,6 @@
 """The frontend's side: drives engine cores."""
 
-from trio_vllm.client.client import EngineCoreClient, open_client
+from trio_vllm.client.client import EngineCoreClient, open_client, run_client
 from trio_vllm.client.engines import EngineInfo
 from trio_vllm.client.requests import OutputStream, Sink, StreamOutput
 from trio_vllm.client.utility_calls import KvCacheGroup
