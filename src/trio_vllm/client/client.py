@@ -48,12 +48,11 @@ from trio_vllm.protocol import (
     encode_utility,
 )
 from trio_vllm.transport import (
-    Bootstrapped,
     EngineChannels,
+    EngineSource,
     FollowerChannels,
     HandshakeOwner,
     LeaderChannels,
-    open_frontend,
 )
 
 # MERGED client/_opening: `open_client`: from addresses to a client that serves requests.
@@ -384,7 +383,7 @@ class EngineCoreClient(UtilityMethods):
 
     async def _watch_lives(self) -> None:
         """Task: find out which engines are gone."""
-        await self._lives.watch(self._links.losses)
+        await self._lives.watch(self._links.disconnects)
 
     # The end ------------------------------------------------------------------------------------
 
@@ -419,7 +418,7 @@ LEARNING_TIMEOUT = 5.0
 
 @asynccontextmanager
 async def open_client(
-    mode: HandshakeOwner | Bootstrapped,
+    mode: EngineSource,
     *,
     client_index: int = 0,
     vocab_size: int | None = None,
@@ -456,7 +455,7 @@ async def open_client(
             f"client_index must be 0, not {client_index}: HandshakeOwner tells the engines one output"
             " address, and they would answer on one that does not exist"
         )
-    async with open_frontend(mode) as links:
+    async with mode.connect() as links:
         client = EngineCoreClient(
             links,
             client_index=client_index,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import perf_counter
 
 import trio
@@ -25,7 +25,7 @@ from trio_vllm.protocol import (
     decode_outputs_lazily,
     encode_abort,
 )
-from trio_vllm.transport import EngineChannels, FrameSender
+from trio_vllm.transport import EngineChannels, FrameSender, Received
 
 # MERGED client/_dispatch: What the engines send, handed to whoever it concerns.
 # MERGED client/_pump: The task that hands out what the engines send.
@@ -157,16 +157,16 @@ class Dispatcher:
         self._has_choice = len(lives.living) > 1
         self._stats: dict[int, UndecodedBatch] = {}
         self._garblers: set[int] = set()
-        # Which engine has sent something readable by a connection; by the connection's descriptor.
+        # Which engine has sent something readable by a connection; by the connection's number.
         self._senders: dict[int | None, int] = {}
         self.stats_listener: StatsListener | None = None
 
-    def take(self, frames: Frames, descriptor: int | None = None) -> None:
-        """Hand out a message; ``descriptor`` is that of its connection, if it is known."""
+    def take(self, frames: Frames, connection: int | None = None) -> None:
+        """Hand out a message; ``connection`` is the number of its connection, if it is known."""
         try:
             message = decode_outputs_lazily(frames)
-            if descriptor is not None and not isinstance(message, EngineDead):
-                self._senders[descriptor] = message.engine_index
+            if connection is not None and not isinstance(message, EngineDead):
+                self._senders[connection] = message.engine_index
             match message:
                 case UndecodedBatch():
                     self._take_batch(message)
@@ -175,9 +175,9 @@ class Dispatcher:
                 case DpControlOutput():
                     _log.warning("engine %d sent a wave notice here", message.engine_index)
                 case EngineDead():
-                    self._lives.take_farewell(self._senders.get(descriptor))
+                    self._lives.take_farewell(self._senders.get(connection))
         except DecodeError as error:
-            self._lives.take_unreadable(error, self._senders.get(descriptor))
+            self._lives.take_unreadable(error, self._senders.get(connection))
 
     def _take_batch(self, batch: UndecodedBatch) -> None:
         if batch.engine_index in self._lives.dead:
@@ -226,27 +226,35 @@ class OutputPump:
     def __init__(self, links: EngineChannels, dispatcher: Dispatcher, outbox: Outbox) -> None:
         """While it is behind with that, ``outbox`` is held."""
         self._outputs = links.outputs
-        self._is_alone = len(links.ready_responses) == 1
         self._dispatcher = dispatcher
         self._outbox = outbox
 
     async def run(self) -> None:
         """Task: hand out what comes, for ever."""
         while True:
-            batch = await self._receive()
-            end = perf_counter() + SLICE
-            for frames, descriptor in batch:
-                if perf_counter() > end:
-                    await trio.lowlevel.checkpoint()
-                    end = perf_counter() + SLICE
-                self._dispatcher.take(frames, descriptor)
-            if len(batch) == BATCH and self._outputs.has_more():
-                self._outbox.hold()
-            else:
-                self._outbox.release()
+            batch = await self._outputs.receive_batch(BATCH)
+            while batch:
+                await self._hand_out(batch)
+                batch = await self._receive_more(len(batch))
 
-    async def _receive(self) -> Sequence[tuple[Frames, int | None]]:
-        """Messages, and the connections that they came by where there are several."""
-        if self._is_alone:  # then the sender is known, and asking costs half a microsecond
-            return [(frames, None) for frames in await self._outputs.receive_batch(BATCH)]
-        return await self._outputs.receive_batch_with_descriptors(BATCH)
+    async def _receive_more(self, last_count: int) -> list[Received]:
+        """Take what is waiting behind a full batch; requests are held back meanwhile."""
+        if last_count == BATCH:
+            try:
+                batch = self._outputs.receive_batch_nowait(BATCH)
+            except trio.WouldBlock:
+                pass
+            else:
+                self._outbox.hold()
+                await trio.lowlevel.checkpoint()
+                return batch
+        self._outbox.release()
+        return []
+
+    async def _hand_out(self, batch: list[Received]) -> None:
+        end = perf_counter() + SLICE
+        for frames, connection in batch:
+            if perf_counter() > end:
+                await trio.lowlevel.checkpoint()
+                end = perf_counter() + SLICE
+            self._dispatcher.take(frames, connection)

@@ -20,6 +20,7 @@ from trio_vllm.errors import (
     InvalidDataParallelRankError,
 )
 from trio_vllm.protocol import EngineCoreReadyResponse, KvEventsConfig
+from trio_vllm.transport import Disconnect
 
 # MERGED protocol/_routing: Which engine gets a request: the pinned one, else the least loaded.
 #
@@ -273,16 +274,17 @@ class EngineLives:
             math.inf
         )
 
-    async def watch(self, losses: trio.abc.ReceiveChannel[int]) -> None:
+    async def watch(self, disconnects: trio.abc.ReceiveChannel[Disconnect]) -> None:
         """Task: take the lost connections, and keep the times of grace; for ever."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._take_losses, losses)
+            nursery.start_soon(self._take_disconnects, disconnects)
             async for waiting in self._started:
                 nursery.start_soon(waiting)
 
-    async def _take_losses(self, losses: trio.abc.ReceiveChannel[int]) -> None:
-        async for engine_index in losses:
-            self.lose(engine_index)
+    async def _take_disconnects(self, disconnects: trio.abc.ReceiveChannel[Disconnect]) -> None:
+        async for disconnect in disconnects:
+            if disconnect.engine_index is not None:
+                self.lose(disconnect.engine_index)
 
     def lose(self, engine_index: int, cause: Exception | None = None) -> None:
         """An engine's connection is gone."""

@@ -150,5 +150,5 @@ class WaveFollower:
 async def receive_all(receiver: FrameReceiver, take: Callable[[Frames], None]) -> None:
     """Task: hand over every message, for ever."""
     while True:
-        for frames in await receiver.receive_batch(BATCH):
+        for frames, _ in await receiver.receive_batch(BATCH):
             take(frames)
