@@ -12,7 +12,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from bench.workers import Answer
 from trio_vllm import EngineCoreClient, EngineCoreReadyResponse, Llm
-from trio_vllm.transport import EngineChannels
+from trio_vllm.transport import Disconnect, EngineChannels, Received
 
 READY = EngineCoreReadyResponse(
     max_model_len=1_048_576,
@@ -77,7 +77,7 @@ class Feed:
         self._news.set()
         await self._used_up.wait()
 
-    async def receive_batch(self, limit: int) -> list[Message]:
+    async def receive_batch(self, limit: int) -> list[Received]:
         """Give what is waiting, at most ``limit`` and `batch_limit`."""
         if not self._waiting:
             self._used_up.set()  # being here, the client is done with the last one
@@ -87,18 +87,12 @@ class Feed:
             await trio.lowlevel.checkpoint()
         return self.receive_batch_nowait(limit)
 
-    async def receive_batch_with_descriptors(self, limit: int) -> list[tuple[Message, int | None]]:
+    def receive_batch_nowait(self, limit: int) -> list[Received]:
         """See `receive_batch`; all comes by one connection."""
-        return [(message, 7) for message in await self.receive_batch(limit)]
-
-    def has_more(self) -> bool:
-        """Whether something is waiting."""
-        return bool(self._waiting)
-
-    def receive_batch_nowait(self, limit: int) -> list[Message]:
-        """See `receive_batch`."""
+        if not self._waiting:
+            raise trio.WouldBlock
         count = min(limit, self.batch_limit, len(self._waiting))
-        return [self._waiting.pop() for _ in range(count)]
+        return [(self._waiting.pop(), 7) for _ in range(count)]
 
     def send_nowait(self, frames: Sequence[bytes | memoryview]) -> None:
         """Take what the client sends."""
@@ -122,8 +116,8 @@ def _request_id(payload: bytes | memoryview) -> str:
 async def unwired_llm() -> AsyncIterator[tuple[Llm, Feed]]:
     """Open an `Llm` on a `Feed`."""
     feed = Feed()
-    _, losses = trio.open_memory_channel[int](0)
-    client = EngineCoreClient(EngineChannels("", "", {0: READY}, feed, feed, losses))
+    _, disconnects = trio.open_memory_channel[Disconnect](0)
+    client = EngineCoreClient(EngineChannels("", "", {0: READY}, feed, feed, disconnects))
     async with client.running():
         yield Llm(client), feed
 

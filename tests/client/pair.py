@@ -40,7 +40,7 @@ def take(engine: Engine, mock: MockEngine) -> None:
         messages = engine.inbox.receive_batch_nowait(1_000_000)
     except (trio.WouldBlock, trio.EndOfChannel):
         return
-    for frames in messages:
+    for frames, _ in messages:
         relay(engine, mock.handle(frames, trio.current_time()))
 
 

@@ -22,7 +22,7 @@ from trio_vllm.protocol import (
     decode_engine_message,
     encode_outputs,
 )
-from trio_vllm.transport import EngineChannels
+from trio_vllm.transport import Disconnect, EngineChannels
 
 
 @attrs.frozen
@@ -75,9 +75,9 @@ async def scripted_engines(
     engines = ScriptedEngines(answers, {index: [] for index, _ in enumerate(versions)})
     router = MemoryRouter()
     send_output, outputs = open_memory_connection()
-    _, losses = trio.open_memory_channel[int](0)
+    _, disconnects = trio.open_memory_channel[Disconnect](0)
     responses = {i: ready_response(i, vllm_version=version) for i, version in enumerate(versions)}
-    links = EngineChannels("memory:in", "memory:out", responses, router, outputs, losses)
+    links = EngineChannels("memory:in", "memory:out", responses, router, outputs, disconnects)
     client = EngineCoreClient(links)
     servers = [
         partial(engines.serve, index, router.connect(EngineId.of(index)), send_output)

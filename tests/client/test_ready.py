@@ -10,7 +10,7 @@ import pytest
 from tests.client.world import make_request, open_world
 from tests.ready import ready_response
 
-from trio_vllm.client import Bootstrapped, EngineInfo, HandshakeOwner, OutputStream, open_client
+from trio_vllm.client import EngineInfo, HandshakeOwner, OutputStream, open_client
 from trio_vllm.errors import ClientClosedError, ConfigurationError, InvalidFieldError
 from trio_vllm.protocol import KvEventsConfig
 from trio_vllm.transport import EngineChannels
@@ -112,16 +112,16 @@ async def test_open_client_runs_a_client_over_its_links(monkeypatch: pytest.Monk
     async with open_world() as world:
         links = world.client._links
 
-        @asynccontextmanager
-        async def open_frontend(mode: Bootstrapped) -> AsyncIterator[EngineChannels]:
-            assert mode.input_address == "tcp://127.0.0.1:1"
-            yield links
+        class Again:
+            engine_indices = (0,)
 
-        monkeypatch.setattr("trio_vllm.client.client.open_frontend", open_frontend)
+            @asynccontextmanager
+            async def connect(self) -> AsyncIterator[EngineChannels]:
+                yield links
+
         monkeypatch.setattr("trio_vllm.client.client.LEARNING_TIMEOUT", 0.0)
         world.client.close()
-        mode = Bootstrapped(input_address="tcp://127.0.0.1:1", output_address="tcp://127.0.0.1:2")
-        async with open_client(mode, client_index=2, vocab_size=10) as client:
+        async with open_client(Again(), client_index=2, vocab_size=10) as client:
             client.submit(make_request(), OutputStream("r"))
             with pytest.raises(InvalidFieldError, match="vocabulary"):
                 client.submit(make_request("s", prompt_token_ids=[10]), OutputStream("s"))
@@ -130,10 +130,7 @@ async def test_open_client_runs_a_client_over_its_links(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("client_index", [1, -1])
-async def test_engines_of_our_handshake_know_one_client(
-    monkeypatch: pytest.MonkeyPatch, client_index: int
-) -> None:
-    monkeypatch.setattr("trio_vllm.client.client.open_frontend", None)  # no socket is opened
+async def test_engines_of_our_handshake_know_one_client(client_index: int) -> None:
     mode = HandshakeOwner(handshake_address="tcp://127.0.0.1:1")
     with pytest.raises(ConfigurationError, match="one output address"):
         async with open_client(mode, client_index=client_index):

@@ -13,7 +13,7 @@ from tests.client.scripted import Failure, scripted_engines
 from tests.client.world import World, make_request, open_world
 from trio.testing import MockClock, assert_checkpoints, wait_all_tasks_blocked
 
-from trio_vllm.client import EngineCoreClient, HandshakeOwner, OutputStream, open_client
+from trio_vllm.client import EngineCoreClient, OutputStream, open_client
 from trio_vllm.client import client as _opening
 from trio_vllm.client.engines import LOSS_GRACE
 from trio_vllm.errors import (
@@ -232,18 +232,18 @@ async def test_it_always_checkpoints() -> None:
 
 
 @asynccontextmanager
-async def opened_over(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[EngineCoreClient]:
+async def opened_over(world: World) -> AsyncIterator[EngineCoreClient]:
     """`open_client`, with the connections of a world whose own client is closed."""
 
-    @asynccontextmanager
-    async def open_frontend(_mode: object) -> AsyncIterator[EngineChannels]:
-        yield world.client._links
+    class Again:
+        engine_indices = (0,)
 
-    monkeypatch.setattr(_opening, "open_frontend", open_frontend)
+        @asynccontextmanager
+        async def connect(self) -> AsyncIterator[EngineChannels]:
+            yield world.client._links
+
     world.client.close()
-    async with open_client(HandshakeOwner(handshake_address="tcp://127.0.0.1:1")) as client:
+    async with open_client(Again()) as client:
         yield client
 
 
@@ -251,7 +251,7 @@ async def test_a_new_client_does_not_wait_long_for_that(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It serves what it is asked for."""
-    async with open_world() as world, opened_over(world, monkeypatch) as client:
+    async with open_world() as world, opened_over(world) as client:
         assert trio.current_time() == _opening.LEARNING_TIMEOUT
         assert "what the engines support is not known" in caplog.text
         client.submit(make_request(), OutputStream("r"))
@@ -265,7 +265,7 @@ async def test_a_new_client_may_find_that_no_engine_can_be_relied_on(
         engine = world.engines[0]
         for _ in range(2):  # the world's own client may take one
             nursery.start_soon(engine.say, b"what nobody can read, nor tell who says it")
-        async with opened_over(world, monkeypatch) as client:
+        async with opened_over(world) as client:
             with pytest.raises(DecodeError):
                 client.submit(make_request(), OutputStream("r"))
 
@@ -276,6 +276,6 @@ async def test_a_new_client_may_find_its_engine_dead(
     """Whoever has a request hears of it."""
     async with open_world() as world:
         world.engine.vanish()
-        async with opened_over(world, monkeypatch) as client:
+        async with opened_over(world) as client:
             with pytest.raises(EngineDeadError):
                 client.submit(make_request(), OutputStream("r"))

@@ -33,7 +33,7 @@ from trio_vllm.protocol import (
     encode_coordinator_stats,
     encode_outputs,
 )
-from trio_vllm.transport import EngineChannels, FollowerChannels, LeaderChannels
+from trio_vllm.transport import Disconnect, EngineChannels, FollowerChannels, LeaderChannels
 
 
 @attrs.define
@@ -42,7 +42,7 @@ class Lockstep:
 
     client: EngineCoreClient
     inboxes: list[MemoryReceiver]
-    losses: trio.MemorySendChannel[int]
+    disconnects: trio.MemorySendChannel[Disconnect]
     to_client: MemorySender
     """Notices of engines, or publications of a coordinator."""
     from_client: MemoryReceiver
@@ -55,7 +55,7 @@ class Lockstep:
         self.client.submit(request, OutputStream(request_id))
         await wait_all_tasks_blocked()
         assert request.current_wave == 0  # the caller's is not changed
-        (frames,) = self.inboxes[rank].receive_batch_nowait(10)
+        ((frames, _),) = self.inboxes[rank].receive_batch_nowait(10)
         message = decode_engine_message(frames)
         assert isinstance(message, EngineCoreRequest)
         return message
@@ -73,7 +73,7 @@ class Lockstep:
 
     def sent(self) -> list[list[bytes]]:
         try:
-            return self.from_client.receive_batch_nowait(100)
+            return [frames for frames, _ in self.from_client.receive_batch_nowait(100)]
         except trio.WouldBlock:
             return []
 
@@ -87,7 +87,7 @@ async def open_lockstep(
 ) -> AsyncIterator[Lockstep]:
     router = MemoryRouter()
     _, outputs = open_memory_connection()
-    send_losses, losses = trio.open_memory_channel[int](math.inf)
+    send_disconnects, disconnects = trio.open_memory_channel[Disconnect](math.inf)
     to_client, client_receives = open_memory_connection()
     client_sends, from_client = open_memory_connection()
     subscribe, subscriptions = open_memory_connection()
@@ -101,12 +101,12 @@ async def open_lockstep(
         else FollowerChannels(client_receives, client_sends)
     )
     client = EngineCoreClient(
-        EngineChannels("in", "out", responses, router, outputs, losses, coordination)
+        EngineChannels("in", "out", responses, router, outputs, disconnects, coordination)
     )
     inboxes = [router.connect(EngineId.of(index)) for index in responses]
     async with client.running():
         await wait_all_tasks_blocked()
-        yield Lockstep(client, inboxes, send_losses, to_client, from_client, subscribe)
+        yield Lockstep(client, inboxes, send_disconnects, to_client, from_client, subscribe)
 
 
 async def test_leader_wakes_the_others(autojump_clock: MockClock) -> None:
@@ -177,7 +177,7 @@ async def test_broken_coordination_fails_the_client(
 @pytest.mark.parametrize("leads", [True, False])
 async def test_loss_of_one_engine_fails_the_client(autojump_clock: MockClock, leads: bool) -> None:
     async with open_lockstep(leads=leads) as world:
-        world.losses.send_nowait(1)
+        world.disconnects.send_nowait(Disconnect(engine_index=1))
 
         failure = await world.client.wait_failed()
 

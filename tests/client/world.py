@@ -31,7 +31,7 @@ from trio_vllm.protocol import (
     decode_engine_message,
     encode_outputs,
 )
-from trio_vllm.transport import EngineChannels
+from trio_vllm.transport import Disconnect, EngineChannels
 
 
 @attrs.define
@@ -42,7 +42,7 @@ class Engine:
     inbox: MemoryReceiver
     outputs: MemorySender
     _router: MemoryRouter
-    _losses: trio.MemorySendChannel[int]
+    _disconnects: trio.MemorySendChannel[Disconnect]
 
     # What it got
 
@@ -52,7 +52,7 @@ class Engine:
             batch = self.inbox.receive_batch_nowait(1_000_000)
         except (trio.WouldBlock, trio.EndOfChannel):
             return []
-        return [decode_engine_message(frames) for frames in batch]
+        return [decode_engine_message(frames) for frames, _ in batch]
 
     def requests(self) -> list[EngineCoreRequest]:
         """The same; there must be nothing but requests among them."""
@@ -114,7 +114,7 @@ class Engine:
 
     async def break_connection(self) -> None:
         """Let the client hear of a lost connection."""
-        self._losses.send_nowait(self.index)
+        self._disconnects.send_nowait(Disconnect(engine_index=self.index))
         await wait_all_tasks_blocked()
 
     async def die(self) -> None:
@@ -169,19 +169,19 @@ async def open_world(
     """A running client of so many engines, which registered with these values."""
     router = MemoryRouter()
     send_outputs, outputs = open_memory_connection()
-    send_losses, losses = trio.open_memory_channel[int](math.inf)
+    send_disconnects, disconnects = trio.open_memory_channel[Disconnect](math.inf)
     responses = {index: ready_response(index, **ready) for index in range(engine_count)}
     engines = [
         Engine(
             index,
             router.connect(EngineId.of(index)),
-            attrs.evolve(send_outputs, descriptor=20 + index if connections_are_known else None),
+            attrs.evolve(send_outputs, connection=20 + index if connections_are_known else None),
             router,
-            send_losses,
+            send_disconnects,
         )
         for index in responses
     ]
-    links = EngineChannels("memory:in", "memory:out", responses, router, outputs, losses)
+    links = EngineChannels("memory:in", "memory:out", responses, router, outputs, disconnects)
     client = EngineCoreClient(links, **(client_options or {}))
     async with client.running():
         yield World(client, engines, send_outputs)

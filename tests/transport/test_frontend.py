@@ -27,7 +27,7 @@ from trio.testing import MockClock
 
 from trio_vllm.errors import AddressInUseError, ConfigurationError, PeerGoneError, StartupError
 from trio_vllm.protocol import EngineAddresses, EngineId
-from trio_vllm.transport import Bootstrapped, EngineChannels, HandshakeOwner, open_frontend
+from trio_vllm.transport import Bootstrapped, Disconnect, EngineChannels, HandshakeOwner
 from trio_vllm.transport import frontend as _frontend
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
 
@@ -49,9 +49,13 @@ async def check_links(links: EngineChannels, engine: RawEngine) -> None:
     links.requests.send_nowait([engine.engine_id, b"\x00", b"request"])
     assert await engine.input.receive() == [b"\x00", b"request"]
     engine.output.send_nowait([b"output", b"aux"])
-    assert await links.outputs.receive_batch(10) == [[b"output", b"aux"]]
+    ((frames, connection),) = await links.outputs.receive_batch(10)
+    assert frames == [b"output", b"aux"]
     engine.die()
-    assert engine.engine_index == await links.losses.receive()
+    assert {await links.disconnects.receive(), await links.disconnects.receive()} == {
+        Disconnect(engine_index=engine.engine_index),
+        Disconnect(connection=connection),
+    }
     with pytest.raises(PeerGoneError):
         while True:  # the socket itself hears of it a moment later than the monitor
             links.requests.send_nowait([engine.engine_id, b"\x00", b"too late"])
@@ -63,7 +67,7 @@ async def fail(mode: HandshakeOwner | Bootstrapped, script: Script) -> StartupEr
     with trio.fail_after(LIMIT):
         async with beside(script):
             with pytest.raises(StartupError) as caught:
-                async with open_frontend(mode):
+                async with mode.connect():
                     raise AssertionError("it did not fail")
     return caught.value
 
@@ -71,7 +75,7 @@ async def fail(mode: HandshakeOwner | Bootstrapped, script: Script) -> StartupEr
 async def succeed(mode: HandshakeOwner | Bootstrapped, script: Script) -> list[int]:
     """Run a startup that succeeds while ``script`` runs; gives the engines."""
     with trio.fail_after(LIMIT):
-        async with beside(script), open_frontend(mode) as links:
+        async with beside(script), mode.connect() as links:
             return list(links.ready_responses)
 
 
@@ -81,7 +85,7 @@ async def succeed(mode: HandshakeOwner | Bootstrapped, script: Script) -> list[i
 async def test_one_engine(engine: RawEngine, address: str) -> None:
     with trio.fail_after(LIMIT):
         async with beside(engine.start):
-            async with open_frontend(HandshakeOwner(handshake_address=address)) as links:
+            async with HandshakeOwner(handshake_address=address).connect() as links:
                 assert links.input_address.startswith("tcp://127.0.0.1:")
                 assert links.output_address.startswith("tcp://127.0.0.1:")
                 assert list(links.ready_responses) == [0]
@@ -103,7 +107,7 @@ async def test_three_engines_in_any_order(context: ZmqContext, address: str) -> 
 
     mode = HandshakeOwner(handshake_address=address, engine_count=3)
     with trio.fail_after(LIMIT):
-        async with beside(start), open_frontend(mode) as links:
+        async with beside(start), mode.connect() as links:
             assert list(links.ready_responses) == [0, 1, 2]
             for engine in engines:
                 await check_links(links, engine)
@@ -115,7 +119,7 @@ async def test_ipv6_host(engine: RawEngine, address: str, host: str) -> None:
     with trio.fail_after(LIMIT):
         async with beside(engine.start):
             mode = HandshakeOwner(handshake_address=address, host=host)
-            async with open_frontend(mode) as links:
+            async with mode.connect() as links:
                 assert links.input_address.startswith("tcp://[::1]:")
                 await check_links(links, engine)
 
@@ -135,7 +139,7 @@ async def test_chosen_addresses(engine: RawEngine, address: str, tmp_path: Path)
         output_address=f"ipc://{tmp_path}/out",
     )
     with trio.fail_after(LIMIT):
-        async with beside(engine.start), open_frontend(mode) as links:
+        async with beside(engine.start), mode.connect() as links:
             assert (mode.input_address, mode.output_address) == (
                 links.input_address,
                 links.output_address,
@@ -174,7 +178,7 @@ async def test_bootstrapped_by_address(context: ZmqContext, tmp_path: Path, addr
             engine.register(addresses)
 
     with trio.fail_after(LIMIT):
-        async with beside(register), open_frontend(mode) as links:
+        async with beside(register), mode.connect() as links:
             assert list(links.ready_responses) == [4, 5]
             for engine in engines:
                 await check_links(links, engine)
@@ -205,7 +209,7 @@ async def test_bootstrapped_by_descriptor(
             output_listener=os.dup(outputs.fileno()),
         )
         with trio.fail_after(LIMIT):
-            async with open_frontend(mode) as links:
+            async with mode.connect() as links:
                 assert names == [links.input_address, links.output_address]
                 await check_links(links, engine)
 
@@ -465,8 +469,8 @@ async def test_engine_that_dies_when_it_is_complete(
     with trio.fail_after(LIMIT):
         async with beside(start):
             try:
-                async with open_frontend(mode) as links:
-                    assert await links.losses.receive() == 0
+                async with mode.connect() as links:
+                    assert await links.disconnects.receive() == Disconnect(engine_index=0)
             except StartupError as error:
                 failure = error
 
@@ -518,7 +522,7 @@ async def test_handshake_address_in_use() -> None:
     with listening_socket(stdlib_socket.AF_INET, ("127.0.0.1", 0)) as listener:
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(AddressInUseError) as caught:
-            async with open_frontend(HandshakeOwner(handshake_address=address)):
+            async with HandshakeOwner(handshake_address=address).connect():
                 raise AssertionError("it did not fail")
 
     assert address == caught.value.address
@@ -530,7 +534,7 @@ async def test_input_address_in_use(tmp_path: Path) -> None:
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         mode = Bootstrapped(input_address=address, output_address=f"ipc://{tmp_path}/out")
         with pytest.raises(AddressInUseError, match=address):
-            async with open_frontend(mode):
+            async with mode.connect():
                 raise AssertionError("it did not fail")
 
 
@@ -551,7 +555,7 @@ async def test_input_address_in_use(tmp_path: Path) -> None:
 )
 async def test_unusable_address(mode: HandshakeOwner | Bootstrapped) -> None:
     with pytest.raises(ConfigurationError, match=r"address|listen"):
-        async with open_frontend(mode):
+        async with mode.connect():
             raise AssertionError("it did not fail")
 
 
@@ -617,10 +621,10 @@ async def test_cancelling_leaves_nothing_behind(tmp_path: Path, address: str) ->
             engine = RawEngine(context, address)
             async with (
                 beside(engine.start),
-                open_frontend(HandshakeOwner(handshake_address=address)) as links,
+                HandshakeOwner(handshake_address=address).connect() as links,
             ):
                 engine.die()
-                await links.losses.receive()
+                await links.disconnects.receive()
 
     assert await cancel_everywhere(run) > 5
 
@@ -630,7 +634,7 @@ async def test_last_request_gets_out(engine: RawEngine, address: str) -> None:
     with trio.fail_after(LIMIT):
         async with beside(engine.start):
             with trio.CancelScope() as scope:
-                async with open_frontend(HandshakeOwner(handshake_address=address)) as links:
+                async with HandshakeOwner(handshake_address=address).connect() as links:
                     for number in range(1000):
                         links.requests.send_nowait([EngineId.of(0), b"\x01", b"%d" % number])
                     scope.cancel()
@@ -647,10 +651,10 @@ async def test_leaving_does_not_wait_for_a_dead_engine(
     with trio.fail_after(LIMIT):
         async with (
             beside(engine.start),
-            open_frontend(HandshakeOwner(handshake_address=address)) as links,
+            HandshakeOwner(handshake_address=address).connect() as links,
         ):
             engine.die()
-            await links.losses.receive()
+            await links.disconnects.receive()
             begin = trio.current_time()
 
     assert trio.current_time() - begin < LIMIT / 2
@@ -664,7 +668,7 @@ async def test_what_nobody_reads_does_not_pile_up(
     with trio.fail_after(LIMIT):
         async with (
             beside(engine.start),
-            open_frontend(HandshakeOwner(handshake_address=address)) as links,
+            HandshakeOwner(handshake_address=address).connect() as links,
         ):
             stranger.connect(links.input_address)
             sent = 0
@@ -688,18 +692,35 @@ async def test_huge_report_is_not_even_received(context: ZmqContext, address: st
     assert not any("engine 1" in note for note in error.notes)
 
 
+def accepted_connections(address: str) -> list[stdlib_socket.socket]:
+    """Copies of the sockets of this process that were accepted at this address."""
+    port = int(address.rpartition(":")[2])
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            copy = stdlib_socket.socket(fileno=os.dup(int(entry.name)))
+        except OSError:
+            continue
+        try:
+            if copy.getsockname()[1:2] == (port,) and copy.getpeername():
+                found.append(copy)
+                continue
+        except OSError:
+            pass
+        copy.close()
+    return found
+
+
 async def test_connections_are_kept_alive(context: ZmqContext, address: str) -> None:
     """So that a host that vanishes is noticed, whatever is under way to it."""
     engine = RawEngine(context, address)
     with trio.fail_after(LIMIT):
         async with (
             beside(engine.start),
-            open_frontend(HandshakeOwner(handshake_address=address)) as links,
+            HandshakeOwner(handshake_address=address).connect() as links,
         ):
-            assert isinstance(links.losses, trio.abc.ReceiveChannel)
-            descriptors: list[int] = list(getattr(links.losses, "_engine_of"))  # noqa: B009
-            (descriptor,) = descriptors
-            with stdlib_socket.socket(fileno=os.dup(descriptor)) as connection:
+            connections = accepted_connections(links.input_address)
+            with connections[0] as connection:
                 tcp = stdlib_socket.IPPROTO_TCP
                 assert connection.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_KEEPALIVE)
                 options = [

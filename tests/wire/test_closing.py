@@ -39,9 +39,9 @@ class Engine:
             ready_response=lambda _: ready_response(self.index),
         ) as links:
             while not self.added or self.added != self.aborted:
-                for frames in await links.inputs[0].receive_batch(100):
+                for frames, _ in await links.inputs[0].receive_batch(100):
                     self.take(decode_engine_message(frames))
-            await links.losses[0].wait()
+            await links.disconnects.receive()
 
     def take(self, message: EngineMessage) -> None:
         if isinstance(message, EngineCoreRequest):

@@ -5,12 +5,13 @@ from trio_vllm.client.engines import EngineInfo
 from trio_vllm.client.requests import OutputStream, Sink, StreamOutput
 from trio_vllm.client.utility_calls import KvCacheGroup
 from trio_vllm.client.utility_methods import PauseMode
-from trio_vllm.transport import Bootstrapped, HandshakeOwner
+from trio_vllm.transport import Bootstrapped, EngineSource, HandshakeOwner
 
 __all__ = [
     "Bootstrapped",
     "EngineCoreClient",
     "EngineInfo",
+    "EngineSource",
     "HandshakeOwner",
     "KvCacheGroup",
     "OutputStream",

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import attrs
 import trio
 
-from trio_vllm.client import Bootstrapped, EngineCoreClient, HandshakeOwner, open_client
+from trio_vllm.client import EngineCoreClient, EngineSource, open_client
 from trio_vllm.concurrency import Waker, running
 from trio_vllm.errors import copy_error
 from trio_vllm.llm.collector import Collector
@@ -311,7 +311,7 @@ class Llm:
 
 @asynccontextmanager
 async def open_llm(
-    mode: HandshakeOwner | Bootstrapped,
+    mode: EngineSource,
     *,
     randomize_request_ids: bool = True,
     stream_interval: int = 1,

@@ -1,32 +1,36 @@
 """Trio channels over ZeroMQ. Nothing above this package imports zmq."""
 
-from trio_vllm.transport.channels import FrameReceiver, FrameSender
-from trio_vllm.transport.engine import (
+from trio_vllm.transport.channels import (
     CoordinatorChannels,
-    FrontendChannels,
-    FrontendLoss,
-    join_frontend,
-)
-from trio_vllm.transport.frontend import (
-    Bootstrapped,
+    Disconnect,
     EngineChannels,
+    EngineSource,
     FollowerChannels,
-    HandshakeOwner,
+    FrameReceiver,
+    FrameSender,
+    FrontendChannels,
+    FrontendDisconnect,
     LeaderChannels,
-    open_frontend,
+    Received,
 )
+from trio_vllm.transport.engine import join_frontend
+from trio_vllm.transport.frontend import Bootstrapped, HandshakeOwner
+from trio_vllm.transport.memory import InMemory
 
 __all__ = [
     "Bootstrapped",
     "CoordinatorChannels",
+    "Disconnect",
     "EngineChannels",
+    "EngineSource",
     "FollowerChannels",
     "FrameReceiver",
     "FrameSender",
     "FrontendChannels",
-    "FrontendLoss",
+    "FrontendDisconnect",
     "HandshakeOwner",
+    "InMemory",
     "LeaderChannels",
+    "Received",
     "join_frontend",
-    "open_frontend",
 ]

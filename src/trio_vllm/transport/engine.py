@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TypeVar
 
-import attrs
 import trio
 
+from trio_vllm.concurrency import running
 from trio_vllm.errors import ConfigurationError, DecodeError, StartupError
 from trio_vllm.protocol import (
     COORDINATOR_READY,
@@ -28,7 +29,12 @@ from trio_vllm.protocol import (
     encode_ready_response,
     encode_report,
 )
-from trio_vllm.transport.channels import FrameReceiver, Frames, FrameSender
+from trio_vllm.transport.channels import (
+    CoordinatorChannels,
+    Frames,
+    FrontendChannels,
+    FrontendDisconnect,
+)
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
 from trio_vllm.transport.zmq_monitor import OutgoingConnection, set_linger
 from trio_vllm.transport.zmq_socket import ZmqSocket
@@ -38,44 +44,6 @@ T = TypeVar("T")
 READY_LINGER = 1.0
 OUTPUT_LINGER = 4.0
 """Seconds for the last messages to get out; for outputs upstream's own."""
-
-
-@attrs.frozen
-class FrontendLoss:
-    """Tells that a process at the frontend's side is gone: one of its clients, or the coordinator."""
-
-    _connection: OutgoingConnection
-
-    @property
-    def address(self) -> str:
-        """Where it was."""
-        return self._connection.address
-
-    async def wait(self) -> None:
-        """Wait for the connection to break; one task at a time."""
-        await self._connection.wait_lost()
-
-
-@attrs.frozen
-class CoordinatorChannels:
-    """The connections to a data-parallel coordinator."""
-
-    broadcasts: FrameReceiver
-    notices: FrameSender
-    loss: FrontendLoss
-
-
-@attrs.frozen
-class FrontendChannels:
-    """What an engine needs of the frontend it has joined."""
-
-    inputs: Sequence[FrameReceiver]
-    """One per client of the frontend."""
-    outputs: Sequence[FrameSender]
-    """One per client; a message goes to the one with the request's ``client_index``."""
-    losses: Sequence[FrontendLoss]
-    """One per client."""
-    coordinator: CoordinatorChannels | None
 
 
 @asynccontextmanager
@@ -109,17 +77,17 @@ async def join_frontend(
         handshake = joining.report_to(handshake_address)
         init = await joining.receive_init()
         joining.register(init.addresses.inputs, encode_ready_response(ready_response(init)))
-        joining.decode_outputs_lazily(init.addresses.outputs, output_high_water_mark)
-        coordinator = await joining.pass_gate(init.addresses)
+        joining.open_outputs(init.addresses.outputs, output_high_water_mark)
+        coordinator = await joining.wait_coordinator_ready(init.addresses)
         set_linger(handshake, READY_LINGER)
         handshake.send_nowait([encode_report(HandshakeReport(status=HandshakeStatus.READY))])
         await joining.wait_registered()
         handshake.close()
-        losses = [FrontendLoss(connection) for connection in joining.connections]
         try:
-            yield FrontendChannels(joining.inputs, joining.outputs, losses, coordinator)
+            async with joining.disconnects() as disconnects:
+                yield FrontendChannels(joining.inputs, joining.outputs, disconnects, coordinator)
         finally:
-            joining.let_lost_clients_go()
+            joining.skip_linger_of_lost_clients()
 
 
 class _Joining:
@@ -131,8 +99,9 @@ class _Joining:
         self._timeout = timeout
         self.inputs: list[ZmqSocket] = []
         self.outputs: list[ZmqSocket] = []
-        self.connections: list[OutgoingConnection] = []
-        """Those of the inputs."""
+        self._input_connections: list[OutgoingConnection] = []
+        self._output_connections: list[OutgoingConnection] = []
+        self._coordinator_connections: list[OutgoingConnection] = []
 
     def report_to(self, address: str) -> ZmqSocket:
         """Say HELLO."""
@@ -156,34 +125,34 @@ class _Joining:
         """Connect to each client's input address, and say there who we are."""
         for address in addresses:
             socket = self._context.socket(SocketType.DEALER, identity=self._engine_id)
-            self.connections.append(self._connect(socket, address))
+            self._input_connections.append(self._connect(socket, address))
             socket.send_nowait([response])
             self.inputs.append(socket)
 
-    def decode_outputs_lazily(self, addresses: Sequence[str], high_water_mark: int) -> None:
+    def open_outputs(self, addresses: Sequence[str], high_water_mark: int) -> None:
         """Connect to each client's output address."""
         for address in addresses:
-            self.outputs.append(self._push(address, high_water_mark))
+            socket, connection = self._push(address, high_water_mark)
+            self.outputs.append(socket)
+            self._output_connections.append(connection)
 
-    def _push(self, address: str, high_water_mark: int = 0) -> ZmqSocket:
+    def _push(self, address: str, high_water_mark: int = 0) -> tuple[ZmqSocket, OutgoingConnection]:
         socket = self._context.socket(
             SocketType.PUSH, linger=OUTPUT_LINGER, send_high_water_mark=high_water_mark
         )
-        self._connect_to(socket, address)
-        return socket
+        return socket, self._connect(socket, address)
 
     def _connect(self, socket: ZmqSocket, address: str) -> OutgoingConnection:
         connection = OutgoingConnection(address, self._context.open_monitor(socket))
-        self._connect_to(socket, address)
-        return connection
-
-    def _connect_to(self, socket: ZmqSocket, address: str) -> None:
         try:
             socket.connect(address)
         except ConfigurationError as error:
             raise StartupError("the connection to the frontend", notes=[str(error)]) from error
+        return connection
 
-    async def pass_gate(self, addresses: EngineAddresses) -> CoordinatorChannels | None:
+    async def wait_coordinator_ready(
+        self, addresses: EngineAddresses
+    ) -> CoordinatorChannels | None:
         """Subscribe at the coordinator, if there is one, and wait until every engine has."""
         await trio.lowlevel.checkpoint()
         if addresses.coordinator_input is None or addresses.coordinator_output is None:
@@ -197,8 +166,9 @@ class _Joining:
                 pass
 
         await self._answer(f"READY from the coordinator at {connection.address}", ready)
-        notices = self._push(addresses.coordinator_output)
-        return CoordinatorChannels(broadcasts, notices, FrontendLoss(connection))
+        notices, notice_connection = self._push(addresses.coordinator_output)
+        self._coordinator_connections = [connection, notice_connection]
+        return CoordinatorChannels(broadcasts, notices)
 
     async def wait_registered(self) -> None:
         """Wait until the registrations have somebody to reach.
@@ -208,7 +178,7 @@ class _Joining:
         and the one that we wait for is gone.
         """
         await trio.lowlevel.checkpoint()
-        for connection in self.connections:
+        for connection in self._input_connections:
             await self._answer(
                 "the connection to the frontend's input socket",
                 connection.wait_open,
@@ -216,9 +186,26 @@ class _Joining:
                 departure=self._frontend.wait_reopened,
             )
 
-    def let_lost_clients_go(self) -> None:
-        """Do not linger for clients that are gone."""
-        for connection, output in zip(self.connections, self.outputs, strict=True):
+    @asynccontextmanager
+    async def disconnects(self) -> AsyncIterator[trio.abc.ReceiveChannel[FrontendDisconnect]]:
+        """Give the connections that break while the block runs."""
+        send, receive = trio.open_memory_channel[FrontendDisconnect](math.inf)
+
+        async def watch(client_index: int | None, connection: OutgoingConnection) -> None:
+            await connection.wait_lost()
+            send.send_nowait(FrontendDisconnect(connection.address, client_index))
+
+        watched: list[tuple[int | None, OutgoingConnection]] = [
+            *enumerate(self._input_connections),
+            *enumerate(self._output_connections),
+            *((None, connection) for connection in self._coordinator_connections),
+        ]
+        async with running(*(partial(watch, *one) for one in watched)):
+            yield receive
+
+    def skip_linger_of_lost_clients(self) -> None:
+        """Do not wait for last outputs to reach clients that are gone."""
+        for connection, output in zip(self._input_connections, self.outputs, strict=True):
             if connection.is_lost:
                 set_linger(output, 0)
 

@@ -1,16 +1,22 @@
-"""How a frontend comes by its engines: what there is to choose, checked before a socket opens."""
+"""`HandshakeOwner` and `Bootstrapped`: two ways for a frontend to connect to its engines.
+
+Mirrors ``vllm/v1/engine/core_client.py`` (``MPClient.__init__``) and
+``engine-core-client/src/transport.rs``.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import attrs
 import trio
 import zmq
 
+from trio_vllm.concurrency import running
 from trio_vllm.errors import ConfigurationError
 from trio_vllm.protocol import (
     MAX_ENGINES,
@@ -21,16 +27,16 @@ from trio_vllm.protocol import (
     HandshakeInit,
     encode_init,
 )
-from trio_vllm.transport.channels import FrameReceiver, FrameSender, LabelledFrameReceiver
+from trio_vllm.transport.channels import (
+    Disconnect,
+    EngineChannels,
+    FollowerChannels,
+    LeaderChannels,
+)
 from trio_vllm.transport.frontend_startup import Handshake, StartupRun
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
-from trio_vllm.transport.zmq_monitor import EngineConnections
+from trio_vllm.transport.zmq_monitor import ConnectionTable
 from trio_vllm.transport.zmq_socket import ZmqSocket
-
-# MERGED transport/_frontend: The frontend's end: bind the sockets, see the engines through their startup, hand out channels.
-#
-# Mirrors ``vllm/v1/engine/core_client.py`` (``MPClient.__init__``) and
-# ``engine-core-client/src/transport.rs``.
 
 
 @attrs.frozen(kw_only=True)
@@ -74,6 +80,66 @@ class HandshakeOwner:
         """The expected engines."""
         return range(self.engine_count)
 
+    @asynccontextmanager
+    async def connect(self) -> AsyncIterator[EngineChannels]:
+        """Bind, wait for the engines to start, and give the channels to them.
+
+        Raises:
+          ConfigurationError: An address is unusable; `AddressInUseError` if another process has it.
+            Or the engines run in lockstep, and there is no coordinator.
+          StartupError: An expected engine has not come as far as it must in ``ready_timeout``
+            seconds.
+        """
+        async with _open_sockets(self.heartbeat_timeout) as sockets:
+            coordination, handshake = self._bind(sockets)
+            run = StartupRun(
+                self.engine_indices,
+                timeout=self.ready_timeout,
+                requests=sockets.requests,
+                connections=sockets.engines,
+                handshake=handshake,
+            )
+            async with sockets.watch():
+                responses = await run.wait()
+                handshake.socket.close()
+                sockets.tables.remove(handshake.connections)
+                if coordination is None:
+                    self._check_need_of_coordinator(responses)
+                async with sockets.disconnects() as disconnects:
+                    yield sockets.channels(responses, disconnects, coordination)
+
+    def _bind(self, sockets: _Sockets) -> tuple[LeaderChannels | None, Handshake]:
+        """Bind all sockets; last the one that engines dial first."""
+        any_port = _any_port(self.host)
+        addresses = EngineAddresses(
+            inputs=[sockets.requests.bind(self.input_address or any_port)],
+            outputs=[sockets.outputs.bind(self.output_address or any_port)],
+        )
+        broadcasts: ZmqSocket | None = None
+        coordination: LeaderChannels | None = None
+        if self.coordinator:
+            broadcasts, _ = sockets.open(SocketType.XPUB)
+            notices, _ = sockets.open(SocketType.PULL)
+            coordination = LeaderChannels(broadcasts, broadcasts, notices)
+            addresses = attrs.evolve(
+                addresses,
+                coordinator_input=broadcasts.bind(any_port),
+                coordinator_output=notices.bind(any_port),
+            )
+        socket, connections = sockets.open(SocketType.ROUTER, SMALL_MESSAGES_ONLY, of_engines=True)
+        init = HandshakeInit(addresses=addresses, parallel_config=dict(self.parallel_config))
+        encoded = encode_init(init)
+        socket.bind(self.handshake_address)
+        return coordination, Handshake(socket, connections, encoded, broadcasts)
+
+    def _check_need_of_coordinator(self, responses: Mapping[int, EngineCoreReadyResponse]) -> None:
+        in_lockstep = any(response.data_parallel_size > 1 for response in responses.values())
+        if in_lockstep and self.engine_count > 1:
+            raise ConfigurationError(
+                "these engines run in lockstep, so that one would wait for the others for ever:"
+                " HandshakeOwner needs coordinator=True"
+            )
+
 
 @attrs.frozen(kw_only=True)
 class Bootstrapped:
@@ -108,6 +174,29 @@ class Bootstrapped:
     def engine_indices(self) -> range:
         """The expected engines."""
         return range(self.engine_start_index, self.engine_start_index + self.engine_count)
+
+    @asynccontextmanager
+    async def connect(self) -> AsyncIterator[EngineChannels]:
+        """Bind, wait for the engines to register, and give the channels to them.
+
+        Raises:
+          ConfigurationError: An address is unusable; `AddressInUseError` if another process has it.
+          StartupError: An expected engine has not registered in ``ready_timeout`` seconds.
+        """
+        async with _open_sockets(self.heartbeat_timeout) as sockets:
+            sockets.requests.bind(self.input_address, listener=self.input_listener)
+            sockets.outputs.bind(self.output_address, listener=self.output_listener)
+            run = StartupRun(
+                self.engine_indices,
+                timeout=self.ready_timeout,
+                requests=sockets.requests,
+                connections=sockets.engines,
+            )
+            async with sockets.watch():
+                responses = await run.wait()
+                coordination = _follow(sockets.context, responses, self.coordinator_address)
+                async with sockets.disconnects() as disconnects:
+                    yield sockets.channels(responses, disconnects, coordination)
 
 
 def _check_engines(start: int, count: int, limit: int) -> None:
@@ -146,139 +235,95 @@ KEEPALIVE: dict[int, int | bytes] = {
     zmq.TCP_MAXRT: VANISHED_HOST_TIMEOUT * 1000,
 }
 
-REPORTS_ONLY: dict[int, int | bytes] = {zmq.RCVHWM: 10, zmq.MAXMSGSIZE: 1 << 20}
+SMALL_MESSAGES_ONLY: dict[int, int | bytes] = {zmq.RCVHWM: 10, zmq.MAXMSGSIZE: 1 << 20}
 """For sockets where an engine has but a few hundred bytes to say, once or twice. Nobody reads the
 input socket after the startup, and anybody can connect to it."""
 
 
-@attrs.frozen
-class LeaderChannels:
-    """What the coordinator in our process needs of the engines."""
+@attrs.define
+class _Sockets:
+    """The sockets of a frontend, and their connections."""
 
-    broadcasts: FrameSender
-    subscriptions: FrameReceiver
-    """Tells of engines whose connection to the broadcasts is new."""
-    notices: FrameReceiver
+    context: ZmqContext
+    options: Mapping[int, int | bytes]
+    """For all of them."""
+    tables: list[ConnectionTable] = attrs.field(factory=list, init=False)
+    requests: ZmqSocket = attrs.field(init=False)
+    engines: ConnectionTable = attrs.field(init=False)
+    """The connections of ``requests``."""
+    outputs: ZmqSocket = attrs.field(init=False)
 
+    def __attrs_post_init__(self) -> None:
+        self.requests, self.engines = self.open(
+            SocketType.ROUTER, SMALL_MESSAGES_ONLY, linger=REQUEST_LINGER, of_engines=True
+        )
+        self.outputs, _ = self.open(SocketType.PULL)
 
-@attrs.frozen
-class FollowerChannels:
-    """What there is to know of a coordinator in another process."""
+    def open(
+        self,
+        socket_type: SocketType,
+        options: Mapping[int, int | bytes] | None = None,
+        *,
+        linger: float = 0.0,
+        of_engines: bool = False,
+    ) -> tuple[ZmqSocket, ConnectionTable]:
+        """Make a socket to be bound, whose connections are watched."""
+        socket = self.context.socket(socket_type, linger=linger)
+        socket.set_options({**self.options, **(options or {})})
+        table = self.context.track_connections(socket, of_engines=of_engines)
+        self.tables.append(table)
+        return socket, table
 
-    publications: FrameReceiver
-    notices: FrameSender
+    @asynccontextmanager
+    async def watch(self) -> AsyncIterator[None]:
+        """Keep the tables of connections up to date while the block runs."""
+        async with running(*(table.run for table in self.tables)):
+            yield
 
+    @asynccontextmanager
+    async def disconnects(self) -> AsyncIterator[trio.abc.ReceiveChannel[Disconnect]]:
+        """Give the disconnects of all sockets in one channel."""
+        send, receive = trio.open_memory_channel[Disconnect](math.inf)
 
-@attrs.frozen
-class EngineChannels:
-    """What a client needs of its connected engines."""
+        async def forward(table: ConnectionTable) -> None:
+            async for disconnect in table:
+                send.send_nowait(disconnect)
 
-    input_address: str
-    output_address: str
-    ready_responses: Mapping[int, EngineCoreReadyResponse]
-    """What each engine told of itself, by engine index."""
-    requests: FrameSender
-    """Messages to engines; the first frame is the engine id. Never blocks."""
-    outputs: LabelledFrameReceiver
-    """Messages of all engines."""
-    losses: trio.abc.ReceiveChannel[int]
-    """The index of each engine whose connection breaks."""
-    coordination: LeaderChannels | FollowerChannels | None = None
+        async with running(*(partial(forward, table) for table in self.tables)):
+            yield receive
+
+    def channels(
+        self,
+        responses: Mapping[int, EngineCoreReadyResponse],
+        disconnects: trio.abc.ReceiveChannel[Disconnect],
+        coordination: LeaderChannels | FollowerChannels | None,
+    ) -> EngineChannels:
+        """What the client gets."""
+        return EngineChannels(
+            input_address=self.requests.address,
+            output_address=self.outputs.address,
+            ready_responses=responses,
+            requests=self.requests,
+            outputs=self.outputs,
+            disconnects=disconnects,
+            coordination=coordination,
+        )
 
 
 @asynccontextmanager
-async def open_frontend(mode: HandshakeOwner | Bootstrapped) -> AsyncIterator[EngineChannels]:
-    """Bind, wait for the engines to start, and give the channels to them.
-
-    Raises:
-      ConfigurationError: An address is unusable; `AddressInUseError` if somebody else has it. Or
-        the engines run in lockstep, and there is no coordinator.
-      StartupError: An expected engine has not come as far as it must in ``ready_timeout`` seconds.
-    """
+async def _open_sockets(heartbeat_timeout: float) -> AsyncIterator[_Sockets]:
     async with open_context(io_threads=2) as context:
-        requests = context.socket(SocketType.ROUTER, linger=REQUEST_LINGER)
-        heartbeats = _heartbeats(mode.heartbeat_timeout)
-        requests.set_options({**KEEPALIVE, **REPORTS_ONLY, **heartbeats})
-        connections = EngineConnections(context.open_monitor(requests))
-        outputs = context.socket(SocketType.PULL)
-        outputs.set_options(KEEPALIVE)
-        handshake: Handshake | None = None
-        coordination: LeaderChannels | FollowerChannels | None = None
-        if isinstance(mode, HandshakeOwner):
-            addresses = _bind(mode, requests, outputs)
-            broadcasts: ZmqSocket | None = None
-            if mode.coordinator:
-                broadcasts, notices = (
-                    context.socket(SocketType.XPUB),
-                    context.socket(SocketType.PULL),
-                )
-                addresses = _bind_coordinator(mode, addresses, broadcasts, notices)
-                coordination = LeaderChannels(broadcasts, broadcasts, notices)
-            handshake = _bind_handshake(mode, context, addresses, broadcasts)
-        else:
-            requests.bind(mode.input_address, listener=mode.input_listener)
-            outputs.bind(mode.output_address, listener=mode.output_listener)
-        run = StartupRun(
-            mode.engine_indices,
-            timeout=mode.ready_timeout,
-            requests=requests,
-            connections=connections,
-            handshake=handshake,
-        )
-        responses = await run.wait()
-        if handshake is not None:
-            handshake.socket.close()
-        if isinstance(mode, Bootstrapped):
-            coordination = _follow(mode, context, responses)
-        elif coordination is None:
-            _check_need_of_coordinator(mode, responses)
-        links = (requests.address, outputs.address, responses, requests, outputs, connections)
-        yield EngineChannels(*links, coordination)
-
-
-def _bind(mode: HandshakeOwner, requests: ZmqSocket, outputs: ZmqSocket) -> EngineAddresses:
-    """Bind the two sockets that every frontend has."""
-    return EngineAddresses(
-        inputs=[requests.bind(mode.input_address or _any_port(mode.host))],
-        outputs=[outputs.bind(mode.output_address or _any_port(mode.host))],
-    )
-
-
-def _bind_coordinator(
-    mode: HandshakeOwner, addresses: EngineAddresses, broadcasts: ZmqSocket, notices: ZmqSocket
-) -> EngineAddresses:
-    """Bind the coordinator's sockets, and add their addresses."""
-    for socket in (broadcasts, notices):
-        socket.set_options(KEEPALIVE)
-    return attrs.evolve(
-        addresses,
-        coordinator_input=broadcasts.bind(_any_port(mode.host)),
-        coordinator_output=notices.bind(_any_port(mode.host)),
-    )
-
-
-def _bind_handshake(
-    mode: HandshakeOwner,
-    context: ZmqContext,
-    addresses: EngineAddresses,
-    broadcasts: ZmqSocket | None,
-) -> Handshake:
-    """Bind what engines dial; the last, for then they come."""
-    socket = context.socket(SocketType.ROUTER)
-    socket.set_options({**KEEPALIVE, **REPORTS_ONLY})
-    connections = EngineConnections(context.open_monitor(socket))
-    init = HandshakeInit(addresses=addresses, parallel_config=dict(mode.parallel_config))
-    encoded = encode_init(init)
-    socket.bind(mode.handshake_address)
-    return Handshake(socket, connections, encoded, broadcasts)
+        yield _Sockets(context, {**KEEPALIVE, **_heartbeats(heartbeat_timeout)})
 
 
 def _follow(
-    mode: Bootstrapped, context: ZmqContext, responses: Mapping[int, EngineCoreReadyResponse]
+    context: ZmqContext,
+    responses: Mapping[int, EngineCoreReadyResponse],
+    default_address: str | None,
 ) -> FollowerChannels | None:
     """Subscribe to the coordinator's publications, if there is one."""
     told = (response.dp_stats_address for response in responses.values())
-    address = next((address for address in told if address is not None), mode.coordinator_address)
+    address = next((address for address in told if address is not None), default_address)
     if address is None:
         return None
     socket = context.socket(SocketType.XSUB)
@@ -286,17 +331,6 @@ def _follow(
     socket.connect(address)
     socket.send_nowait([SUBSCRIBE])
     return FollowerChannels(socket, socket)
-
-
-def _check_need_of_coordinator(
-    mode: HandshakeOwner, responses: Mapping[int, EngineCoreReadyResponse]
-) -> None:
-    in_lockstep = any(response.data_parallel_size > 1 for response in responses.values())
-    if in_lockstep and mode.engine_count > 1:
-        raise ConfigurationError(
-            "these engines run in lockstep, so that one would wait for the others for ever:"
-            " HandshakeOwner needs coordinator=True"
-        )
 
 
 def _any_port(host: str) -> str:

@@ -17,7 +17,7 @@ import trio
 from trio_vllm.concurrency import running
 from trio_vllm.errors import PeerGoneError, StartupError
 from trio_vllm.protocol import COORDINATOR_READY, EngineCoreReadyResponse, FrontendStartup, Phase
-from trio_vllm.transport.zmq_monitor import EngineConnections
+from trio_vllm.transport.zmq_monitor import ConnectionTable
 from trio_vllm.transport.zmq_socket import ZmqSocket
 
 _log = logging.getLogger("trio_vllm.transport")
@@ -32,7 +32,7 @@ class Handshake:
     """What belongs to a frontend that does the handshake."""
 
     socket: ZmqSocket
-    connections: EngineConnections
+    connections: ConnectionTable
     """Those of ``socket``."""
     init: bytes
     """The answer to each HELLO."""
@@ -49,7 +49,7 @@ class StartupRun:
         *,
         timeout: float,
         requests: ZmqSocket,
-        connections: EngineConnections,
+        connections: ConnectionTable,
         handshake: Handshake | None = None,
     ) -> None:
         """
@@ -102,15 +102,15 @@ class StartupRun:
         if self._handshake is not None:
             sockets = {"handshake": self._handshake.connections, **sockets}
         for name, connections in sockets.items():
-            if silent := connections.silent_count:
+            if idle := connections.idle_connections:
                 notes.append(
-                    f"{silent} of the connections to the {name} socket said nothing (ZeroMQ does"
+                    f"{idle} of the connections to the {name} socket said nothing (ZeroMQ does"
                     " not hear a second engine with the same index, and an engine that has served"
                     " another frontend does not register again)"
                 )
-            if mute := connections.mute_count:
+            if foreign := connections.non_zmq_connections:
                 notes.append(
-                    f"{mute} of the connections to the {name} socket ended without a message in"
+                    f"{foreign} of the connections to the {name} socket ended without a message in"
                     " ZeroMQ's protocol"
                 )
         return StartupError(phase.value, self._machine.missing(phase), self._timeout, notes)
@@ -120,12 +120,10 @@ class StartupRun:
         assert self._handshake is not None
         handshake, connections = self._handshake.socket, self._handshake.connections
         while True:
-            frames, descriptor = await handshake.receive_with_descriptor()
+            ((frames, connection),) = await handshake.receive_batch(1)
             engine_id = self._machine.receive_report(frames)
-            if engine_id is None:
-                connections.watch(None, descriptor)
-            else:
-                connections.watch(engine_id.engine_index, descriptor)
+            if engine_id is not None:
+                connections.identify(connection, engine_id.engine_index)
                 # An engine that left in the meantime is news of the connections.
                 with suppress(PeerGoneError):
                     handshake.send_nowait([engine_id, self._handshake.init])
@@ -142,8 +140,9 @@ class StartupRun:
             self._look()
 
         async with trio.open_nursery() as nursery:
-            async for engine_index in connections:
-                nursery.start_soon(note_departure, engine_index)
+            async for disconnect in connections:
+                if disconnect.engine_index is not None:
+                    nursery.start_soon(note_departure, disconnect.engine_index)
 
     async def _take_subscriptions(self) -> None:
         """Task: open the gate once all engines wait there, for ever."""
@@ -158,15 +157,17 @@ class StartupRun:
     async def _take_registrations(self) -> None:
         """Task: read the input socket, for ever."""
         while True:
-            frames, descriptor = await self._requests.receive_with_descriptor()
+            ((frames, connection),) = await self._requests.receive_batch(1)
             engine_index = self._machine.receive_registration(frames)
-            self._connections.watch(engine_index, descriptor)
+            if engine_index is not None:
+                self._connections.identify(connection, engine_index)
             self._look()
 
     async def _take_losses(self) -> None:
         """Task: let engines start over whose connection broke, for ever."""
-        async for engine_index in self._connections:
-            self._machine.lose(engine_index)
+        async for disconnect in self._connections:
+            if disconnect.engine_index is not None:
+                self._machine.lose(disconnect.engine_index)
             self._look()
 
     def _look(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,7 +11,7 @@ import trio
 import zmq
 from zmq import SocketType
 
-from trio_vllm.transport.zmq_monitor import WATCHED_EVENTS, PeerMonitor
+from trio_vllm.transport.zmq_monitor import WATCHED_EVENTS, ConnectionTable, PeerMonitor
 from trio_vllm.transport.zmq_socket import ZmqSocket, translated
 
 __all__ = ["SocketType", "ZmqContext", "open_context"]
@@ -33,6 +34,7 @@ class ZmqContext:
         self._raw = raw
         self._sockets: list[ZmqSocket] = []
         self._longest_linger = 0.0
+        self._connection_numbers = itertools.count()
 
     def socket(
         self,
@@ -77,6 +79,14 @@ class ZmqContext:
         watched.start_monitor(address, WATCHED_EVENTS)
         source.receive_events(address)
         return PeerMonitor(watched, source)
+
+    def track_connections(self, socket: ZmqSocket, *, of_engines: bool = False) -> ConnectionTable:
+        """Number the connections of a socket; before it is bound, to miss none."""
+        table = ConnectionTable(
+            self.open_monitor(socket), self._connection_numbers, of_engines=of_engines
+        )
+        socket.label_messages(table)
+        return table
 
     def _make(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import attrs
 import trio
@@ -17,7 +17,7 @@ import zmq
 
 from trio_vllm.errors import AddressInUseError, ConfigurationError, PeerGoneError
 from trio_vllm.transport.address import parse_endpoint
-from trio_vllm.transport.channels import Frames
+from trio_vllm.transport.channels import Frames, Received
 
 # MERGED transport/_socket: A ØMQ socket as a trio channel.
 #
@@ -87,6 +87,18 @@ ZERO_COPY_SIZE = 64 * 1024
 """From here on lending the memory is cheaper than copying it (8 MiB: 10 µs against 3 ms)."""
 
 
+class ConnectionLabels(Protocol):
+    """What tells a connection's number, given its descriptor."""
+
+    def process_events(self) -> None:
+        """Take in what has happened to connections until now."""
+        ...
+
+    def number_of(self, descriptor: int) -> int | None:
+        """The number of the connection by which a message came."""
+        ...
+
+
 class ZmqSocket:
     """One ØMQ socket as a channel of multipart messages.
 
@@ -97,6 +109,7 @@ class ZmqSocket:
         self._raw = raw
         self._backlog = Backlog() if is_bounded else None
         self._descriptor: int = raw.FD
+        self._labels: ConnectionLabels | None = None
         self._waiting: dict[int, trio.CancelScope] = {}
         self._descriptor_is_watched = False
         self.address = ""
@@ -176,12 +189,16 @@ class ZmqSocket:
         """Connect to the events that another socket sends here; for `ZmqContext`."""
         self._raw.connect(address)
 
+    def label_messages(self, labels: ConnectionLabels) -> None:
+        """Give the number of its connection with each message from now on; for `ZmqContext`."""
+        self._labels = labels
+
     async def receive(self) -> Frames:
-        """Wait for one message; like `receive_batch` otherwise."""
-        (frames,) = await self.receive_batch(1)
+        """Wait for one message, whatever connection it comes by."""
+        ((frames, _),) = await self.receive_batch(1)
         return frames
 
-    async def receive_batch(self, limit: int) -> list[Frames]:
+    async def receive_batch(self, limit: int) -> list[Received]:
         """Wait for a message; return it and what else is there, ``limit`` messages at most.
 
         One checkpoint pays for the whole batch, so ``limit`` is also how many messages other tasks
@@ -196,33 +213,11 @@ class ZmqSocket:
         """
         return await self._attempt_until(RECEIVABLE, lambda: self._take(limit))
 
-    def receive_batch_nowait(self, limit: int) -> list[Frames]:
+    def receive_batch_nowait(self, limit: int) -> list[Received]:
         """Return what is there, ``limit`` messages at most; `trio.WouldBlock` if nothing is."""
         if batch := self._take(limit):
             return batch
         raise trio.WouldBlock
-
-    def has_more(self) -> bool:
-        """Whether a message is waiting; for the task that receives, which must do so next.
-
-        To look takes from others the news that they may be waiting for (`ZmqSocket._notify`).
-        """
-        return bool(self._look() & RECEIVABLE)
-
-    async def receive_with_descriptor(self) -> tuple[Frames, int]:
-        """Wait for one message; like `receive_batch_with_descriptors` otherwise."""
-        (received,) = await self.receive_batch_with_descriptors(1)
-        return received
-
-    async def receive_batch_with_descriptors(self, limit: int) -> list[tuple[Frames, int]]:
-        """Like `receive_batch`, each message with the descriptor of the connection it came by.
-
-        The monitor names this descriptor when the connection is lost. After that it may be used
-        again for another connection.
-        """
-        descriptors: list[int] = []
-        batch = await self._attempt_until(RECEIVABLE, lambda: self._take(limit, descriptors))
-        return list(zip(batch, descriptors, strict=True))
 
     async def send(self, frames: Sequence[bytes | memoryview]) -> None:
         """Queue one message, waiting while the send high-water mark is reached.
@@ -306,9 +301,10 @@ class ZmqSocket:
                 scope.cancel()
 
     @trio.lowlevel.enable_ki_protection
-    def _take(self, limit: int, descriptors: list[int] | None = None) -> list[Frames]:
+    def _take(self, limit: int) -> list[Received]:
         """Take up to ``limit`` messages that are there."""
-        batch: list[Frames] = []
+        batch: list[Received] = []
+        labels = self._labels
         receive = self._raw.recv
         while len(batch) < limit:
             try:
@@ -317,15 +313,14 @@ class ZmqSocket:
                 break
             except zmq.ZMQError as error:
                 raise translated(error, "cannot receive") from error
-            if descriptors is not None:
-                descriptors.append(int(frame.get(SOURCE_DESCRIPTOR)))
+            descriptor = None if labels is None else int(frame.get(SOURCE_DESCRIPTOR))
             frames = [frame.bytes]
             while frame.more:  # free, where asking the socket costs twice a receive
                 frame = receive(copy=False)  # cannot block: messages arrive whole
                 frames.append(frame.bytes)
-            batch.append(frames)
+            batch.append((frames, descriptor))
         self._notify()
-        return batch
+        return batch if labels is None or not batch else _label(batch, labels)
 
     @trio.lowlevel.enable_ki_protection
     def _put(self, frames: Sequence[bytes | memoryview]) -> bool:
@@ -377,6 +372,12 @@ class ZmqSocket:
                 raise PeerGoneError(bytes(head[0])) from error
             raise translated(error, "cannot send") from error
         return True
+
+
+def _label(batch: list[Received], labels: ConnectionLabels) -> list[Received]:
+    """Replace the descriptors of connections, which ØMQ knows them by, by their numbers."""
+    labels.process_events()
+    return [(frames, labels.number_of(descriptor or 0)) for frames, descriptor in batch]
 
 
 def _must_copy(frame: bytes | memoryview | zmq.Frame) -> bool:
