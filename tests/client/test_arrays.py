@@ -62,7 +62,7 @@ async def test_a_broken_array_hurts_one_request(spoil_message: Break) -> None:
     async with open_world() as world:
         bad, good = OutputStream("bad"), OutputStream("good")
         for stream in (bad, good):
-            world.client.submit(make_request(stream.request_id, sampling_params=params), stream)
+            world.client.driver.submit(make_request(stream.request_id, sampling_params=params), stream)
         world.engine.received()
         outputs = [
             make_output([7], stream.request_id, new_prompt_logprobs_tensors=PROMPT_LOGPROBS)
@@ -92,7 +92,7 @@ async def test_code_is_not_loaded(code: int) -> None:
     """Extension types 1 and 2 are pickles."""
     async with open_world() as world:
         stream = OutputStream("r")
-        world.client.submit(make_request(), stream)
+        world.client.driver.submit(make_request(), stream)
         raw = [0, [["r", [7], None, None, ["int32", [1], ormsgpack.Ext(code, b"cos\nsystem\n")]]]]
         await world.engine.say(ormsgpack.packb(raw))
 

@@ -69,11 +69,11 @@ class Play:
         client = self.world.client
         if (running := self.open.get(f"r{number}")) is not None and not running.is_over:
             with pytest.raises((DuplicateRequestIdError, EngineDeadError)):
-                client.submit(make_request(running.request.request_id), OutputStream("x"))
+                client.driver.submit(make_request(running.request.request_id), OutputStream("x"))
             return
         attempt = Attempt(number, request, OutputStream(request.request_id))
         try:
-            client.submit(request, attempt.stream)
+            client.driver.submit(request, attempt.stream)
         except EngineDeadError:
             assert len(self.dead) == ENGINES
         except InvalidDataParallelRankError:
@@ -94,7 +94,7 @@ class Play:
     async def drop(self, number: int) -> None:
         if attempt := self.open.pop(f"r{number}", None):
             attempt.was_dropped = True
-            self.world.client.drop(attempt.stream)
+            self.world.client.driver.drop(attempt.stream)
 
     async def settle(self) -> None:
         await wait_all_tasks_blocked()

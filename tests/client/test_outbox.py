@@ -167,7 +167,7 @@ class Resubmitting(OutputStream):
     def add_tokens(self, token_ids: list[int], timestamp: float, version: str | None) -> None:
         super().add_tokens(token_ids, timestamp, version)
         if token_ids == [0]:
-            self.world.client.submit(make_request("second"), OutputStream("second"))
+            self.world.client.driver.submit(make_request("second"), OutputStream("second"))
         elif token_ids == [LAST]:
             self.received_before_the_last = self.world.engine.received()
 
@@ -184,7 +184,7 @@ async def test_a_client_that_is_behind_lets_requests_wait(
     async with open_world() as world:
         stream = Resubmitting("first")
         stream.world = world
-        world.client.submit(make_request("first"), stream)
+        world.client.driver.submit(make_request("first"), stream)
         world.engine.received()
         for token in range(LAST + 1):
             outputs = RequestBatchOutputs(outputs=[make_output([token], "first")], timestamp=1.0)

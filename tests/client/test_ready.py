@@ -122,9 +122,9 @@ async def test_open_client_runs_a_client_over_its_links(monkeypatch: pytest.Monk
         monkeypatch.setattr("trio_vllm.client.client.LEARNING_TIMEOUT", 0.0)
         world.client.close()
         async with open_client(Again(), client_index=2, vocab_size=10) as client:
-            client.submit(make_request(), OutputStream("r"))
+            client.driver.submit(make_request(), OutputStream("r"))
             with pytest.raises(InvalidFieldError, match="vocabulary"):
-                client.submit(make_request("s", prompt_token_ids=[10]), OutputStream("s"))
+                client.driver.submit(make_request("s", prompt_token_ids=[10]), OutputStream("s"))
             assert [request.client_index for request in world.engine.requests()] == [2]
         assert isinstance(client.failure, ClientClosedError)
 

@@ -15,7 +15,7 @@ from trio.testing import MockClock, assert_checkpoints, wait_all_tasks_blocked
 
 from trio_vllm.client import EngineCoreClient, OutputStream, open_client
 from trio_vllm.client import client as _opening
-from trio_vllm.client.engines import LOSS_GRACE
+from trio_vllm.client.engines import DISCONNECT_GRACE
 from trio_vllm.errors import (
     ClientClosedError,
     DecodeError,
@@ -58,7 +58,7 @@ async def test_a_generation_request_is_not_sent_to_a_model_that_is_known_to_pool
             pass
         await refused(client, make_request(), "only pools")
         with pytest.raises(UnsupportedFieldError):
-            client.submit(make_request(), OutputStream("r"))
+            client.driver.submit(make_request(), OutputStream("r"))
 
         assert engines.calls == {0: ASKED}
 
@@ -75,7 +75,7 @@ async def test_other_limits_stay() -> None:
     options = {"vocab_size": 10}
     async with open_pair(supported_tasks=("embed",), client_options=options) as (world, _):
         before = world.client._limits
-        await world.client.learn_supported_tasks()
+        await world.client.driver.learn_supported_tasks()
 
         assert 10 == before.vocab_size == world.client._limits.vocab_size
         assert before.max_model_len == world.client._limits.max_model_len
@@ -104,7 +104,7 @@ async def learn_in(world: World, nursery: trio.Nursery) -> list[BaseException | 
 
     async def learn() -> None:
         try:
-            await world.client.learn_supported_tasks()
+            await world.client.driver.learn_supported_tasks()
         except Exception as error:
             ends.append(error)
         else:
@@ -121,7 +121,7 @@ async def test_asking_again_does_not_take_longer(autojump_clock: MockClock) -> N
 
         async def learn() -> None:
             with pytest.raises(UtilityTimeoutError):
-                await world.client.learn_supported_tasks(timeout=5)
+                await world.client.driver.learn_supported_tasks(timeout=5)
 
         nursery.start_soon(learn)
         await trio.sleep(4)
@@ -149,7 +149,7 @@ async def test_who_waits_asks_again_for_one_that_was_cancelled() -> None:
         await world.engine.answer(again.call_id, ["embed"])
 
         assert ends == [None]
-        assert world.client._limits.supported_tasks == ["embed"]
+        assert world.client.supported_tasks == ["embed"]
         world.assert_tidy()
 
 
@@ -158,17 +158,17 @@ async def test_an_engine_that_dies_meanwhile_is_not_needed() -> None:
         ends = await learn_in(world, nursery)
         await world.engines[0].answer(world.engines[0].call().call_id, ["embed"])
         await world.engines[1].die()
-        await trio.sleep(2 * LOSS_GRACE)
+        await trio.sleep(2 * DISCONNECT_GRACE)
         await world.engines[0].answer(world.engines[0].call().call_id, ["embed"])
 
         assert ends == [None]
-        assert world.client._limits.supported_tasks == ["embed"]
+        assert world.client.supported_tasks == ["embed"]
 
 
 async def test_when_the_last_engine_dies_so_does_the_request() -> None:
     async with open_world() as world, trio.open_nursery() as nursery:
         ends = await learn_in(world, nursery)
-        await world.engine.say_farewell()
+        await world.engine.send_sentinel()
 
         assert [type(end) for end in ends] == [EngineDeadError]
         world.assert_tidy()
@@ -197,9 +197,9 @@ async def test_engines_that_do_not_say_are_asked_again(
     async with scripted_engines(answers) as (client, engines):
         for _ in range(2):
             with pytest.raises(error):
-                await client.learn_supported_tasks()
+                await client.driver.learn_supported_tasks()
         answers["get_supported_tasks"] = ["embed"]
-        await client.learn_supported_tasks()
+        await client.driver.learn_supported_tasks()
 
         assert engines.calls == {0: ASKED * 3}
 
@@ -225,7 +225,7 @@ async def test_it_always_checkpoints() -> None:
     async with open_pair() as (world, _):
         for _ in range(2):
             with assert_checkpoints():
-                await world.client.learn_supported_tasks()
+                await world.client.driver.learn_supported_tasks()
 
 
 # As a client opens -------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ async def test_a_new_client_does_not_wait_long_for_that(
     async with open_world() as world, opened_over(world) as client:
         assert trio.current_time() == _opening.LEARNING_TIMEOUT
         assert "what the engines support is not known" in caplog.text
-        client.submit(make_request(), OutputStream("r"))
+        client.driver.submit(make_request(), OutputStream("r"))
         assert [request.request_id for request in world.engine.requests()] == ["r"]
 
 
@@ -267,7 +267,7 @@ async def test_a_new_client_may_find_that_no_engine_can_be_relied_on(
             nursery.start_soon(engine.say, b"what nobody can read, nor tell who says it")
         async with opened_over(world) as client:
             with pytest.raises(DecodeError):
-                client.submit(make_request(), OutputStream("r"))
+                client.driver.submit(make_request(), OutputStream("r"))
 
 
 async def test_a_new_client_may_find_its_engine_dead(
@@ -278,4 +278,4 @@ async def test_a_new_client_may_find_its_engine_dead(
         world.engine.vanish()
         async with opened_over(world) as client:
             with pytest.raises(EngineDeadError):
-                client.submit(make_request(), OutputStream("r"))
+                client.driver.submit(make_request(), OutputStream("r"))

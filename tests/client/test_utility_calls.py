@@ -157,7 +157,8 @@ async def test_an_answer_in_the_moment_of_the_timeout(autojump_clock: MockClock)
             outcome, call_id = await call(world, nursery, timeout=1)
             await trio.sleep(1)
             answer = UtilityCallOutput(output=UtilityOutput(call_id, None, True))
-            world.client._dispatcher.take([bytes(frame) for frame in encode_outputs(answer)])
+            frames = [bytes(frame) for frame in encode_outputs(answer)]
+            world.client.driver.core.receive(frames, None, trio.current_time())
             await wait_all_tasks_blocked()
 
             error = outcome.error

@@ -15,7 +15,7 @@ from tests.memory import MemoryReceiver, MemoryRouter, MemorySender, open_memory
 from tests.ready import ready_response
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from trio_vllm.client import EngineCoreClient, OutputStream
+from trio_vllm.client import EngineCoreClient, OutputStream, run_client
 from trio_vllm.errors import DecodeError
 from trio_vllm.protocol import (
     COORDINATOR_READY,
@@ -52,7 +52,7 @@ class Lockstep:
     async def submit(self, request_id: str, rank: int) -> EngineCoreRequest:
         """Send a request; gives what the engine got."""
         request = make_request(request_id, data_parallel_rank=rank)
-        self.client.submit(request, OutputStream(request_id))
+        self.client.driver.submit(request, OutputStream(request_id))
         await wait_all_tasks_blocked()
         assert request.current_wave == 0  # the caller's is not changed
         ((frames, _),) = self.inboxes[rank].receive_batch_nowait(10)
@@ -100,11 +100,9 @@ async def open_lockstep(
         if leads
         else FollowerChannels(client_receives, client_sends)
     )
-    client = EngineCoreClient(
-        EngineChannels("in", "out", responses, router, outputs, disconnects, coordination)
-    )
+    channels = EngineChannels("in", "out", responses, router, outputs, disconnects, coordination)
     inboxes = [router.connect(EngineId.of(index)) for index in responses]
-    async with client.running():
+    async with run_client(channels) as client:
         await wait_all_tasks_blocked()
         yield Lockstep(client, inboxes, send_disconnects, to_client, from_client, subscribe)
 
@@ -164,14 +162,14 @@ async def test_broken_coordination_fails_the_client(
 ) -> None:
     async with open_lockstep(leads=True) as world:
         stream = OutputStream("a")
-        world.client.submit(make_request("a"), stream)
+        world.client.driver.submit(make_request("a"), stream)
         await world.say(*frames)
 
         assert isinstance(await world.client.wait_failed(), DecodeError)
         with pytest.raises(DecodeError):
             await anext(stream)
         with pytest.raises(DecodeError):
-            world.client.submit(make_request("b"), OutputStream("b"))
+            world.client.driver.submit(make_request("b"), OutputStream("b"))
 
 
 @pytest.mark.parametrize("leads", [True, False])

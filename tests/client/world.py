@@ -13,7 +13,7 @@ from tests.memory import MemoryReceiver, MemoryRouter, MemorySender, open_memory
 from tests.ready import ready_response
 from trio.testing import wait_all_tasks_blocked
 
-from trio_vllm.client import EngineCoreClient
+from trio_vllm.client import CoreDriver, EngineCoreClient, FrontendCore
 from trio_vllm.protocol import (
     ENGINE_CORE_DEAD,
     AbortRequests,
@@ -112,8 +112,13 @@ class Engine:
         """Be gone, before the client hears of it."""
         self._router.disconnect(EngineId.of(self.index))
 
+    async def break_output(self) -> None:
+        """Let the client hear that the connection for outputs is lost."""
+        self._disconnects.send_nowait(Disconnect(connection=self.outputs.connection))
+        await wait_all_tasks_blocked()
+
     async def break_connection(self) -> None:
-        """Let the client hear of a lost connection."""
+        """Let the client hear that the connection for requests is lost."""
         self._disconnects.send_nowait(Disconnect(engine_index=self.index))
         await wait_all_tasks_blocked()
 
@@ -122,7 +127,7 @@ class Engine:
         self.vanish()
         await self.break_connection()
 
-    async def say_farewell(self) -> None:
+    async def send_sentinel(self) -> None:
         """Report its death."""
         await self.say(ENGINE_CORE_DEAD)
 
@@ -133,7 +138,8 @@ class World:
 
     client: EngineCoreClient
     engines: list[Engine]
-    outputs: MemorySender
+    stranger: MemorySender
+    """A connection for outputs that no engine has made."""
 
     @property
     def engine(self) -> Engine:
@@ -151,22 +157,25 @@ class World:
 
     def assert_tidy(self) -> None:
         """Nothing is left in any table of the client."""
-        client = self.client
-        assert client.in_flight_count == 0
-        assert len(client._utility_calls) == 0
-        assert not client._outbox
-        assert all(client._balancer.in_flight(index) == 0 for index in client.engine_indices)
+        tables = self.client.statistics()
+        assert not any(tables.requests_in_flight.values())
+        assert (tables.utility_calls, tables.unsent_messages, tables.unsent_aborts) == (0, 0, 0)
+        assert tables.tasks_waiting_for_failure == 0
 
 
 @asynccontextmanager
 async def open_world(
     engine_count: int = 1,
     *,
-    connections_are_known: bool = False,
+    connections_are_known: bool = True,
     client_options: dict[str, Any] | None = None,
+    driver_options: dict[str, Any] | None = None,
     **ready: Any,
 ) -> AsyncIterator[World]:
-    """A running client of so many engines, which registered with these values."""
+    """A running client of so many engines, which registered with these values.
+
+    Unless ``connections_are_known`` is false, each engine has sent a message.
+    """
     router = MemoryRouter()
     send_outputs, outputs = open_memory_connection()
     send_disconnects, disconnects = trio.open_memory_channel[Disconnect](math.inf)
@@ -175,16 +184,22 @@ async def open_world(
         Engine(
             index,
             router.connect(EngineId.of(index)),
-            attrs.evolve(send_outputs, connection=20 + index if connections_are_known else None),
+            attrs.evolve(send_outputs, connection=20 + index),
             router,
             send_disconnects,
         )
         for index in responses
     ]
-    links = EngineChannels("memory:in", "memory:out", responses, router, outputs, disconnects)
-    client = EngineCoreClient(links, **(client_options or {}))
-    async with client.running():
-        yield World(client, engines, send_outputs)
+    channels = EngineChannels("memory:in", "memory:out", responses, router, outputs, disconnects)
+    core = FrontendCore(responses, **(client_options or {}))
+    driver = CoreDriver(channels, core, **(driver_options or {}))
+    async with driver.running():
+        client = EngineCoreClient(driver)
+        world = World(client, engines, attrs.evolve(send_outputs, connection=99))
+        if connections_are_known:
+            for engine in engines:
+                await engine.send()
+        yield world
 
 
 def make_request(request_id: str = "r", max_tokens: int = 16, **fields: Any) -> EngineCoreRequest:

@@ -270,7 +270,7 @@ async def test_without_observers_collectors_are_plain_and_statistics_are_not_dec
 ) -> None:
     collectors: list[type[Sink]] = []
     async with open_llm_world() as world:
-        submit = world.llm.client.submit
+        submit = world.llm.client.driver.submit
 
         def note(request: EngineCoreRequest, sink: Sink) -> None:
             collectors.append(type(sink))

@@ -57,7 +57,7 @@ def submit(client: EngineCoreClient) -> None:
             prompt_token_ids=[1],
             sampling_params=SamplingParams(max_tokens=100),
         )
-        client.submit(request, OutputStream(request.request_id))
+        client.driver.submit(request, OutputStream(request.request_id))
 
 
 class Mistake(Exception):  # noqa: N818

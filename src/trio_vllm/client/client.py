@@ -93,7 +93,7 @@ class EngineCoreClient(UtilityMethods):
 
     def statistics(self) -> ClientStatistics:
         """What is in the client's tables now."""
-        return self._core.statistics()
+        return self.driver.statistics()
 
     def scheduler_stats(self) -> dict[int, SchedulerStats]:
         """The newest statistics of each living engine that sent any; `DecodeError` if garbled."""

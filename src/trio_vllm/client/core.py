@@ -105,6 +105,8 @@ class ClientStatistics:
     """Requests that are over, and whose engines will be told in a moment."""
     dropped: Mapping[str, int]
     """Messages and rows that did not count, by the reason."""
+    tasks_waiting_for_failure: int = 0
+    """Tasks in `EngineCoreClient.wait_failed`."""
 
 
 class FrontendCore:
@@ -534,9 +536,14 @@ class FrontendCore:
     def disconnected(
         self, now: float, *, engine_index: int | None = None, connection: int | None = None
     ) -> None:
-        """An engine's input connection broke, or the output connection of this number."""
+        """A connection broke: this engine's, to the input socket, or the one of this number.
+
+        Connections that are not known to be an engine's are nobody's loss.
+        """
         if engine_index is None:
             engine_index = self._connections.engine_of(connection)
+        if engine_index is None and isinstance(self._waves, WaveLeader):
+            engine_index = self._waves.engine_of(connection)
         if engine_index is not None:
             self._disconnect(self._engines.by_index[engine_index], now)
 

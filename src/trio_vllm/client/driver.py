@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import trio
 
-from trio_vllm.client.core import FrontendCore
+from trio_vllm.client.core import ClientStatistics, FrontendCore
 from trio_vllm.client.engines import EngineMessage
 from trio_vllm.client.requests import Sink
 from trio_vllm.client.utility_calls import STRINGS, UTILITY_TIMEOUT, first
@@ -188,6 +188,11 @@ class CoreDriver:
 
     # The end ------------------------------------------------------------------------------------
 
+    def statistics(self) -> ClientStatistics:
+        """What is in the tables now."""
+        waiting = self._failed.statistics().tasks_waiting
+        return attrs.evolve(self.core.statistics(), tasks_waiting_for_failure=waiting)
+
     async def wait_failed(self) -> EngineCoreError:
         """Wait until no request is served any more; gives the reason."""
         await self._failed.wait()
@@ -229,7 +234,7 @@ class CoreDriver:
 
     def _send(self, message: EngineMessage) -> None:
         try:
-            self.channels.requests.send_nowait([message.engine.id, *message.frames])
+            self.channels.requests.send_nowait([message.engine.engine_id, *message.frames])
         except PeerGoneError as error:
             self.core.undeliverable(message, error, trio.current_time())
 

@@ -52,7 +52,7 @@ class Engine:
     index: int
     ready_response: EngineCoreReadyResponse
     """What it told of itself when it registered."""
-    id: EngineId = attrs.field(init=False)
+    engine_id: EngineId = attrs.field(init=False)
     """The first frame of messages to it."""
     state: EngineState = EngineState.ALIVE
     error: EngineDeadError | None = None
@@ -72,7 +72,7 @@ class Engine:
     aborts: dict[str, None] = attrs.field(factory=dict)
     """Ids of requests that it is to be told are over; they come after ``messages``."""
 
-    @id.default
+    @engine_id.default
     def _id_of_index(self) -> EngineId:
         return EngineId.of(self.index)
 

@@ -192,7 +192,11 @@ class UtilityCall:
             return dict(sorted(self.results.items()))
         if self._client_error is not None:
             raise copy_error(self._client_error)
-        if isinstance(self._error, EngineDeadError) and len(self.failures) == 1 and not self.results:
+        if (
+            isinstance(self._error, EngineDeadError)
+            and len(self.failures) == 1
+            and not self.results
+        ):
             raise copy_error(self._error)
         raise UtilityCallFailedError(
             self.method, self.call_id, dict(sorted(self.failures.items())), sorted(self.results)
@@ -236,9 +240,7 @@ class UtilityCallTable:
     def __len__(self) -> int:
         return len(self._calls)
 
-    def open(
-        self, method: str, engine_indices: Iterable[int], waiter: Wakeable
-    ) -> UtilityCall:
+    def open(self, method: str, engine_indices: Iterable[int], waiter: Wakeable) -> UtilityCall:
         """Take in a new call; ``waiter`` is woken when it is settled."""
         call = UtilityCall(next(self._call_ids), method, set(engine_indices), waiter)
         self._calls[call.call_id] = call

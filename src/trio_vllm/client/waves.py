@@ -66,6 +66,10 @@ class WaveLeader:
         """The wave that the engines run, or will run next."""
         return self._waves.current_wave
 
+    def engine_of(self, connection: int | None) -> int | None:
+        """The engine that is known to send its notices by this connection."""
+        return self._connections.engine_of(connection)
+
     def send_request(self, engine_index: int) -> Messages:
         """A request is sent to this engine; the others may wait for it."""
         return _broadcasts(self._waves.send_request(engine_index)) if self._is_lockstep else []
@@ -79,7 +83,7 @@ class WaveLeader:
         """
         try:
             notice = decode_coordinator_notice(frames)
-            _check_lead(notice, self.current_wave)
+            _check_notice(notice, self.current_wave)
         except DecodeError as error:
             error.engine_index = self._connections.engine_of(connection)
             raise
@@ -94,13 +98,16 @@ class WaveLeader:
         return [[COORDINATOR_READY], *_broadcasts(self._waves.receive_subscription())]
 
 
-def _check_lead(notice: DpControlOutput | None, current_wave: int) -> None:
-    if notice is None:
-        return
-    for field, wave in (("wave_complete", notice.wave_complete), ("start_wave", notice.start_wave)):
-        if wave is not None and wave > current_wave + MAX_WAVE_LEAD:
-            reason = f"is {wave}, far ahead of wave {current_wave}"
-            raise DecodeError("a notice to the coordinator", f".{field}", reason)
+def _check_notice(notice: DpControlOutput | None, current_wave: int) -> None:
+    if notice is not None:
+        what = "a notice to the coordinator"
+        _check_lead(notice.wave_complete, current_wave, what, ".wave_complete")
+        _check_lead(notice.start_wave, current_wave, what, ".start_wave")
+
+
+def _check_lead(wave: int | None, current_wave: int, what: str, where: str) -> None:
+    if wave is not None and wave > current_wave + MAX_WAVE_LEAD:
+        raise DecodeError(what, where, f"is {wave}, far ahead of wave {current_wave}")
 
 
 def _broadcasts(message: StartDpWave | None) -> Messages:
@@ -145,9 +152,9 @@ class WaveFollower:
         """
         try:
             stats = decode_coordinator_stats(frames)
-            if self._has_heard and stats.current_wave > self.current_wave + MAX_WAVE_LEAD:
-                reason = f"is {stats.current_wave}, far ahead of wave {self.current_wave}"
-                raise DecodeError("a coordinator's stats", ".current_wave", reason)
+            if self._has_heard:  # we may have come late, so the first may be any
+                wave, what = stats.current_wave, "a coordinator's stats"
+                _check_lead(wave, self.current_wave, what, ".current_wave")
         except DecodeError as error:
             if self._is_lockstep:
                 raise
