@@ -186,7 +186,9 @@ async def test_what_an_engine_would_die_of_is_not_sent(params: dict[str, object]
     sampling_params = EngineCoreSamplingParams(**params)  # type: ignore[arg-type]
     async with open_world() as world:
         with pytest.raises(InvalidFieldError, match="sampling_params"):
-            world.client.driver.submit(make_request(sampling_params=sampling_params), OutputStream("r"))
+            world.client.driver.submit(
+                make_request(sampling_params=sampling_params), OutputStream("r")
+            )
 
         assert world.engine.received() == []
         world.assert_tidy()

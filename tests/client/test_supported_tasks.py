@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
+import attrs
 import pytest
 import trio
 from tests.cancelling import was_cancelled_at
 from tests.client.pair import open_pair
 from tests.client.scripted import Failure, scripted_engines
-from tests.client.world import World, make_request, open_world
+from tests.client.world import World, hand_driven, make_request, open_world
 from trio.testing import MockClock, assert_checkpoints, wait_all_tasks_blocked
 
 from trio_vllm.client import EngineCoreClient, OutputStream, open_client
-from trio_vllm.client import client as _opening
 from trio_vllm.client.engines import DISCONNECT_GRACE
 from trio_vllm.errors import (
     ClientClosedError,
-    DecodeError,
     EngineDeadError,
     UnsupportedFieldError,
     UtilityCallFailedError,
@@ -26,7 +22,6 @@ from trio_vllm.errors import (
     UtilityTimeoutError,
 )
 from trio_vllm.protocol import EngineCoreRequest, PoolingParams
-from trio_vllm.transport import EngineChannels
 
 ASKED: list[tuple[str, list[object]]] = [("get_supported_tasks", [])]
 
@@ -74,11 +69,11 @@ async def test_generation_asks_nothing() -> None:
 async def test_other_limits_stay() -> None:
     options = {"vocab_size": 10}
     async with open_pair(supported_tasks=("embed",), client_options=options) as (world, _):
-        before = world.client._limits
+        before = world.client.driver.core.limits
         await world.client.driver.learn_supported_tasks()
 
-        assert 10 == before.vocab_size == world.client._limits.vocab_size
-        assert before.max_model_len == world.client._limits.max_model_len
+        after = attrs.evolve(before, supported_tasks=["embed"])
+        assert world.client.driver.core.limits == after
         async with world.client.call(make_pooling_request()) as outputs:
             assert [o.output.pooling_output is not None async for o in outputs] == [True]
 
@@ -216,7 +211,8 @@ async def test_cancelled_anywhere_it_leaves_nothing_behind() -> None:
             await wait_all_tasks_blocked()
             world.assert_tidy()
             assert not any(mock.has_unfinished for mock in mocks)
-            world.client._limits = world.client.fleet.limits(vocab_size=None)
+            core = world.client.driver.core
+            core.limits = core.info.limits(vocab_size=None)
             number += 1
         assert number > 2
 
@@ -231,51 +227,23 @@ async def test_it_always_checkpoints() -> None:
 # As a client opens -------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def opened_over(world: World) -> AsyncIterator[EngineCoreClient]:
-    """`open_client`, with the connections of a world whose own client is closed."""
-
-    class Again:
-        engine_indices = (0,)
-
-        @asynccontextmanager
-        async def connect(self) -> AsyncIterator[EngineChannels]:
-            yield world.client._links
-
-    world.client.close()
-    async with open_client(Again()) as client:
-        yield client
-
-
 async def test_a_new_client_does_not_wait_long_for_that(
-    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It serves what it is asked for."""
-    async with open_world() as world, opened_over(world) as client:
-        assert trio.current_time() == _opening.LEARNING_TIMEOUT
+    source = hand_driven()
+    async with open_client(source, learning_timeout=3) as client:
+        assert trio.current_time() == 3
         assert "what the engines support is not known" in caplog.text
+        assert client.supported_tasks is None
         client.driver.submit(make_request(), OutputStream("r"))
-        assert [request.request_id for request in world.engine.requests()] == ["r"]
+        assert [request.request_id for request in source.engines[0].requests()] == ["r"]
 
 
-async def test_a_new_client_may_find_that_no_engine_can_be_relied_on(
-    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
-) -> None:
-    async with open_world(2) as world, trio.open_nursery() as nursery:
-        engine = world.engines[0]
-        for _ in range(2):  # the world's own client may take one
-            nursery.start_soon(engine.say, b"what nobody can read, nor tell who says it")
-        async with opened_over(world) as client:
-            with pytest.raises(DecodeError):
-                client.driver.submit(make_request(), OutputStream("r"))
-
-
-async def test_a_new_client_may_find_its_engine_dead(
-    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
-) -> None:
+async def test_a_new_client_may_find_its_engine_dead(autojump_clock: MockClock) -> None:
     """Whoever has a request hears of it."""
-    async with open_world() as world:
-        world.engine.vanish()
-        async with opened_over(world) as client:
-            with pytest.raises(EngineDeadError):
-                client.driver.submit(make_request(), OutputStream("r"))
+    source = hand_driven()
+    source.engines[0].vanish()
+    async with open_client(source) as client:
+        with pytest.raises(EngineDeadError):
+            client.driver.submit(make_request(), OutputStream("r"))

@@ -16,7 +16,7 @@ from tests.ready import ready_response
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_vllm.client import EngineCoreClient, OutputStream, run_client
-from trio_vllm.errors import DecodeError
+from trio_vllm.errors import DecodeError, EngineDeadError
 from trio_vllm.protocol import (
     COORDINATOR_READY,
     SUBSCRIBE,
@@ -60,12 +60,12 @@ class Lockstep:
         assert isinstance(message, EngineCoreRequest)
         return message
 
-    async def say(self, *frames: bytes | memoryview) -> None:
-        self.to_client.send_nowait(frames)
+    async def say(self, *frames: bytes | memoryview, connection: int | None = None) -> None:
+        attrs.evolve(self.to_client, connection=connection).send_nowait(frames)
         await wait_all_tasks_blocked()
 
     async def notify(self, notice: DpControlOutput) -> None:
-        await self.say(*encode_outputs(notice))
+        await self.say(*encode_outputs(notice), connection=30 + notice.engine_index)
 
     async def publish(self, wave: int, *, running: bool) -> None:
         loads = [EngineLoad(1, 2, 0.5), EngineLoad(0, 0)]
@@ -148,28 +148,62 @@ async def test_connection_of_an_engine_that_is_back(autojump_clock: MockClock) -
         assert decode_coordinator_broadcast(wave) == StartDpWave(3, None)
 
 
-@pytest.mark.parametrize(
-    "frames",
-    [
-        [b"\xc1"],
-        [b"ENGINE_CORE_DEAD"],
-        encode_outputs(RequestBatchOutputs(finished_requests=["a"])),
-    ],
-    ids=["garbage", "farewell", "outputs"],
-)
-async def test_broken_coordination_fails_the_client(
+BAD_NOTICES: dict[str, Sequence[bytes]] = {
+    "garbage": [b"\xc1"],
+    "sentinel": [b"ENGINE_CORE_DEAD"],
+    "outputs": [*map(bytes, encode_outputs(RequestBatchOutputs(finished_requests=["a"])))],
+    "far-wave": [*map(bytes, encode_outputs(DpControlOutput(start_wave=2**32 - 1)))],
+    "far-end": [*map(bytes, encode_outputs(DpControlOutput(wave_complete=2**32 - 1)))],
+}
+
+
+@pytest.mark.parametrize("frames", BAD_NOTICES.values(), ids=BAD_NOTICES)
+async def test_a_notice_that_cannot_be_read_ends_its_engine_and_so_the_client(
     autojump_clock: MockClock, frames: Sequence[bytes]
 ) -> None:
     async with open_lockstep(leads=True) as world:
         stream = OutputStream("a")
         world.client.driver.submit(make_request("a"), stream)
-        await world.say(*frames)
+        await world.notify(DpControlOutput(engine_index=1, start_wave=0))
+        await world.say(*frames, connection=31)
 
-        assert isinstance(await world.client.wait_failed(), DecodeError)
-        with pytest.raises(DecodeError):
+        failure = await world.client.wait_failed()
+        assert isinstance(failure, EngineDeadError)
+        assert (failure.engine_index, type(failure.__cause__)) == (1, DecodeError)
+        with pytest.raises(EngineDeadError):
             await anext(stream)
-        with pytest.raises(DecodeError):
+        with pytest.raises(EngineDeadError):
             world.client.driver.submit(make_request("b"), OutputStream("b"))
+
+
+@pytest.mark.parametrize("frames", BAD_NOTICES.values(), ids=BAD_NOTICES)
+async def test_a_notice_of_a_stranger_changes_nothing(
+    autojump_clock: MockClock, frames: Sequence[bytes]
+) -> None:
+    async with open_lockstep(leads=True) as world:
+        await world.say(*frames, connection=99)
+        stolen = DpControlOutput(engine_index=1, start_wave=5)
+        await world.notify(DpControlOutput(engine_index=1, start_wave=0))
+        await world.say(*encode_outputs(stolen), connection=98)
+
+        assert (await world.submit("a", 1)).current_wave == 0
+        assert world.broadcasts() == [StartDpWave(0, 1)]
+        assert world.client.is_healthy
+        assert sum(world.client.statistics().dropped.values()) == 2
+
+
+async def test_the_loss_of_the_connection_for_notices_is_the_loss_of_the_engine(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_lockstep(leads=True) as world:
+        await world.notify(DpControlOutput(engine_index=1, start_wave=0))
+        world.disconnects.send_nowait(Disconnect(connection=99))
+        await trio.sleep(1)
+        assert world.client.is_healthy
+        world.disconnects.send_nowait(Disconnect(connection=31))
+
+        failure = await world.client.wait_failed()
+        assert str(failure) == "engine 1 is dead: its connection was lost"
 
 
 @pytest.mark.parametrize("leads", [True, False])
@@ -224,3 +258,13 @@ async def test_coordinator_that_cannot_be_understood(autojump_clock: MockClock) 
         await world.say(b"\xc1")
 
         assert isinstance(await world.client.wait_failed(), DecodeError)
+
+
+async def test_a_published_wave_far_ahead_is_not_believed(autojump_clock: MockClock) -> None:
+    """But the first may be any: the coordinator may be older than we are."""
+    async with open_lockstep(leads=False) as world:
+        await world.publish(2**31, running=False)
+        assert (await world.submit("a", 0)).current_wave == 2**31
+        await world.publish(2**32 - 1, running=False)
+
+        assert "far ahead" in str(await world.client.wait_failed())

@@ -163,19 +163,27 @@ class World:
         assert tables.tasks_waiting_for_failure == 0
 
 
-@asynccontextmanager
-async def open_world(
-    engine_count: int = 1,
-    *,
-    connections_are_known: bool = True,
-    client_options: dict[str, Any] | None = None,
-    driver_options: dict[str, Any] | None = None,
-    **ready: Any,
-) -> AsyncIterator[World]:
-    """A running client of so many engines, which registered with these values.
+@attrs.define
+class HandDriven:
+    """Engines that do what the test says; an `EngineSource`."""
 
-    Unless ``connections_are_known`` is false, each engine has sent a message.
-    """
+    engines: list[Engine]
+    channels: EngineChannels
+    stranger: MemorySender
+
+    @property
+    def engine_indices(self) -> range:
+        """The engines."""
+        return range(len(self.engines))
+
+    @asynccontextmanager
+    async def connect(self) -> AsyncIterator[EngineChannels]:
+        """Give the channels to them."""
+        yield self.channels
+
+
+def hand_driven(engine_count: int = 1, **ready: Any) -> HandDriven:
+    """So many engines, which registered with these values."""
     router = MemoryRouter()
     send_outputs, outputs = open_memory_connection()
     send_disconnects, disconnects = trio.open_memory_channel[Disconnect](math.inf)
@@ -191,15 +199,30 @@ async def open_world(
         for index in responses
     ]
     channels = EngineChannels("memory:in", "memory:out", responses, router, outputs, disconnects)
-    core = FrontendCore(responses, **(client_options or {}))
-    driver = CoreDriver(channels, core, **(driver_options or {}))
+    return HandDriven(engines, channels, attrs.evolve(send_outputs, connection=99))
+
+
+@asynccontextmanager
+async def open_world(
+    engine_count: int = 1,
+    *,
+    connections_are_known: bool = True,
+    client_options: dict[str, Any] | None = None,
+    driver_options: dict[str, Any] | None = None,
+    **ready: Any,
+) -> AsyncIterator[World]:
+    """A running client of so many engines, which registered with these values.
+
+    Unless ``connections_are_known`` is false, each engine has sent a message.
+    """
+    source = hand_driven(engine_count, **ready)
+    core = FrontendCore(source.channels.ready_responses, **(client_options or {}))
+    driver = CoreDriver(source.channels, core, **(driver_options or {}))
     async with driver.running():
-        client = EngineCoreClient(driver)
-        world = World(client, engines, attrs.evolve(send_outputs, connection=99))
         if connections_are_known:
-            for engine in engines:
+            for engine in source.engines:
                 await engine.send()
-        yield world
+        yield World(EngineCoreClient(driver), source.engines, source.stranger)
 
 
 def make_request(request_id: str = "r", max_tokens: int = 16, **fields: Any) -> EngineCoreRequest:

@@ -78,17 +78,20 @@ class WaveLeader:
         """An engine tells of a wave, or of its load.
 
         Raises:
-          DecodeError: The message is no notice; ``engine_index`` is the engine that sent it, or None
-            if that is not known to be one.
+          DecodeError: The message is no notice, or not of the engine that it names. ``engine_index``
+            is the engine that is known to have sent it, or None: then nobody is to blame.
         """
         try:
             notice = decode_coordinator_notice(frames)
             _check_notice(notice, self.current_wave)
         except DecodeError as error:
-            error.engine_index = self._connections.engine_of(connection)
+            error.engine_index = self.engine_of(connection)
             raise
-        if notice is None or not self._connections.claim(connection, notice.engine_index):
+        if notice is None:
             return []
+        if not self._connections.claim(connection, notice.engine_index):
+            reason = f"engine {notice.engine_index} is not known by this connection"
+            raise DecodeError("a notice to the coordinator", "", reason)
         return _broadcasts(self._waves.receive_notice(notice))
 
     def receive_subscription(self, frames: Frames) -> Messages:
