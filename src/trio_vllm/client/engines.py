@@ -204,8 +204,8 @@ class EngineConnections:
     """
 
     def __init__(self, engine_indices: Iterable[int]) -> None:
+        self._connection_of: dict[int, int | None] = dict.fromkeys(engine_indices)
         self._engine_of: dict[int | None, int] = {}
-        self._free = set(engine_indices)  # those without a connection
 
     def engine_of(self, connection: int | None) -> int | None:
         """The index of the engine that a connection is known to belong to."""
@@ -213,13 +213,16 @@ class EngineConnections:
 
     def claim(self, connection: int | None, engine_index: int) -> bool:
         """Whether a well-formed message that names this engine, and came so, is the engine's."""
-        if (known := self._engine_of.get(connection)) is not None:
+        known = self._engine_of.get(connection)
+        if known is not None or engine_index not in self._connection_of:
             return known == engine_index
-        if connection is not None and engine_index in self._free:
-            self._free.remove(engine_index)
-            self._engine_of[connection] = engine_index
+        if connection is None:
             return True
-        return connection is None
+        if self._connection_of[engine_index] is not None:
+            return False
+        self._connection_of[engine_index] = connection
+        self._engine_of[connection] = engine_index
+        return True
 
 
 # Load balancing -------------------------------------------------------------------------------------
