@@ -8,8 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from tests.client.pair import expected_tokens, step, take
 from tests.client.world import World, make_request, open_world
 from trio.testing import MockClock, wait_all_tasks_blocked

@@ -10,8 +10,7 @@ import trio
 from tests.client.world import World, make_output, make_request, open_world
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from trio_vllm.client import OutputStream
-from trio_vllm.client import core as _pump
+from trio_vllm.client import OutputStream, core as _pump
 from trio_vllm.client.core import HOLD, Outbox
 from trio_vllm.concurrency import running
 from trio_vllm.errors import PeerGoneError

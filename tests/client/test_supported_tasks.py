@@ -13,8 +13,13 @@ from tests.client.scripted import Failure, scripted_engines
 from tests.client.world import World, make_request, open_world
 from trio.testing import MockClock, assert_checkpoints, wait_all_tasks_blocked
 
-from trio_vllm.client import EngineCoreClient, HandshakeOwner, OutputStream, open_client
-from trio_vllm.client import client as _opening
+from trio_vllm.client import (
+    EngineCoreClient,
+    HandshakeOwner,
+    OutputStream,
+    client as _opening,
+    open_client,
+)
 from trio_vllm.client.engines import LOSS_GRACE
 from trio_vllm.errors import (
     ClientClosedError,

@@ -198,7 +198,7 @@ def test_order_of_utility_calls(scenario: Recording) -> None:
 @with_expected("init_reply")
 def test_addresses_of_the_init_message(scenario: Recording) -> None:
     inits = [
-        decode_init(message.frames[0])
+        decode_init(message.frames)
         for message in scenario.messages
         if (message.channel, message.sender) == ("handshake", "frontend")
     ]

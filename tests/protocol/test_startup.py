@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from tests.ready import ready_response
 from tests.recorded import recording
 
@@ -20,8 +19,8 @@ from trio_vllm.protocol import (
     encode_report,
 )
 
-HELLO = encode_report(HandshakeReport(status=HandshakeStatus.HELLO))
-READY = encode_report(HandshakeReport(status=HandshakeStatus.READY))
+(HELLO,) = encode_report(HandshakeReport(status=HandshakeStatus.HELLO))
+(READY,) = encode_report(HandshakeReport(status=HandshakeStatus.READY))
 
 
 def frames(engine_index: int, payload: bytes) -> list[bytes]:
@@ -29,7 +28,7 @@ def frames(engine_index: int, payload: bytes) -> list[bytes]:
 
 
 def registration(engine_index: int) -> list[bytes]:
-    return frames(engine_index, encode_ready_response(ready_response(engine_index)))
+    return frames(engine_index, *encode_ready_response(ready_response(engine_index)))
 
 
 def state(startup: FrontendStartup) -> tuple[Phase | None, int]:

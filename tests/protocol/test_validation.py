@@ -400,7 +400,7 @@ def test_any_kind_of_generation_takes_sampling_parameters(task: str) -> None:
 
 def test_limits_of_several_engines() -> None:
     response = next(
-        decode_ready_response(message.frames[0])
+        decode_ready_response(message.frames)
         for message in recording("engine_handshake_dp1").messages
         if message.channel == "input"
     )

@@ -24,7 +24,7 @@ class FakeInput:
         self._send, self._receive = trio.open_memory_channel[tuple[Frames, int]](10)
 
     def register(self, engine_index: int, descriptor: int) -> None:
-        payload = encode_ready_response(ready_response(engine_index))
+        (payload,) = encode_ready_response(ready_response(engine_index))
         self._send.send_nowait(([EngineId.of(engine_index), payload], descriptor))
 
     async def receive_with_descriptor(self) -> tuple[Frames, int]:

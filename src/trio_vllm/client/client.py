@@ -41,6 +41,7 @@ from trio_vllm.errors import (
 )
 from trio_vllm.protocol import (
     Buffer,
+    CodecError,
     EngineCoreRequest,
     EngineId,
     SchedulerStats,
@@ -369,7 +370,10 @@ class EngineCoreClient(UtilityMethods):
         call = self._utility_calls.open(method, self.engine_indices)
         try:
             request = UtilityRequest(self._client_index, call.call_id, method, list(args))
-            message = encode_utility(request)
+            try:
+                message = encode_utility(request)
+            except CodecError as error:
+                raise TypeError(f"utility call {method!r}: {error}") from error
             with trio.move_on_after(timeout):  # a senseless one is refused before anything is sent
                 for engine_index in sorted(call.missing):
                     self._outbox.send(engine_index, message)

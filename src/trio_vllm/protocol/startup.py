@@ -120,7 +120,7 @@ class FrontendStartup:
         engine_id, progress = found
         engine_index = engine_id.engine_index
         try:
-            report = decode_report(frames[1])
+            report = decode_report(frames[1:])
         except DecodeError as error:
             self.note(f"engine {engine_index} sent garbage: {error}")
             return None
@@ -161,7 +161,7 @@ class FrontendStartup:
             self.note(f"engine {engine_index} registered again")
             return None
         try:
-            progress.response = decode_ready_response(frames[1])
+            progress.response = decode_ready_response(frames[1:])
         except DecodeError as error:
             self.note(f"engine {engine_index} sent garbage: {error}")
             return None
