@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 from tests.ready import ready_response
-from tests.recorded import recording
+from tests.recorded import each_version, recording
 
 from trio_vllm.protocol import (
     EngineId,
@@ -62,12 +62,13 @@ def test_ready_may_be_seen_before_the_registration() -> None:
     assert startup.phase is None
 
 
+@each_version
 @pytest.mark.parametrize("name", ["engine_handshake_dp1", "dp2_handshake", "moe2_handshake"])
-def test_recorded_engines(name: str) -> None:
+def test_recorded_engines(name: str, version: str) -> None:
     """What real engines sent brings the startup to its end, in the recorded order."""
     startup = FrontendStartup(range(1 if name == "engine_handshake_dp1" else 2))
 
-    for message in recording(name).messages:
+    for message in recording(name, version).messages:
         assert startup.phase is not None
         if message.receiver != "frontend" or message.channel not in {"handshake", "input"}:
             continue
@@ -79,7 +80,7 @@ def test_recorded_engines(name: str) -> None:
             startup.receive_registration(received)
 
     assert (startup.phase, startup.notes) == (None, [])
-    assert {r.vllm_version for r in startup.ready_responses.values()} == {"0.32.0"}
+    assert {r.vllm_version for r in startup.ready_responses.values()} == {f"{version}.0"}
 
 
 @given(data=st.data(), count=st.integers(1, 4))

@@ -133,7 +133,7 @@ def is_ours_to_read(message: Message) -> bool:
 
 
 MESSAGES = {
-    f"{recording.name}-{message.seq}": message
+    f"{recording.label}-{message.seq}": message
     for recording in recordings()
     for message in recording.messages
     if is_ours_to_read(message)
@@ -142,7 +142,7 @@ MESSAGES = {
 each_recording = pytest.mark.parametrize(
     "messages",
     [list(filter(is_ours_to_read, recording.messages)) for recording in recordings()],
-    ids=[recording.name for recording in recordings()],
+    ids=[recording.label for recording in recordings()],
 )
 
 
