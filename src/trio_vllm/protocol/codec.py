@@ -102,19 +102,23 @@ class ForeignExtension:
         return f"an extension of type {self.code}, which is never loaded"
 
 
+_LEAVES = {type(None), bool, int, float, str, bytes, memoryview}
+
+
 def refuse_extensions(raw: Any) -> None:
     """Raise `CodecError` if a free value holds a `ForeignExtension`, at whatever depth."""
     pending = [raw]
     while pending:
         value = pending.pop()
         kind = type(value)
-        if kind is list or kind is tuple:
-            pending += value
-        elif kind is dict:
-            pending += value
-            pending += value.values()
-        elif kind is ForeignExtension:
+        if kind is ForeignExtension:
             raise CodecError(f"must not hold {value}")
+        if kind is dict:
+            value = [*value, *value.values()]
+        elif kind is not list and kind is not tuple:
+            continue
+        if not _LEAVES.issuperset(map(type, value)):
+            pending += [item for item in value if type(item) not in _LEAVES]
 
 
 def check_both_ways(expected: str, check: Callable[[Any, object], T]) -> Codec[T]:
@@ -405,7 +409,7 @@ def _free(keys: Codec[Any]) -> Codec[Any]:
         return value
 
     def decode(raw: Any, _: Frames) -> Any:
-        if raw is not None:
+        if type(raw) not in _LEAVES:
             refuse_extensions(raw)
         return raw
 

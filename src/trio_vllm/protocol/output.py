@@ -255,6 +255,7 @@ _MESSAGE = codec_of(OutputsMessage)
 # A plain row holds an id and token ids, and then the default in each field: nil in most.
 _REST_START = index_of(EngineCoreOutput, "new_token_ids") + 1
 _REST = [field.default for field in attrs.fields(EngineCoreOutput)[_REST_START:]]
+_REST_END = _REST_START + len(_REST)
 _NOT_NIL = [_REST_START + i for i, default in enumerate(_REST) if default is not None]
 _PLAIN_MINIMUM = _NOT_NIL[-1] + 1
 _NOT_NIL_COUNT = _REST_START + len(_NOT_NIL)
@@ -271,16 +272,12 @@ def plain_token_ids(row: Any) -> list[int] | None:
     if type(row) is not list:
         return None
     length = len(row)
-    # As the mock writes it, as engines of any version write it, or else.
-    if (
-        length != _REST_START
-        and not (
-            length >= _PLAIN_MINIMUM
-            and row.count(None) == length - _NOT_NIL_COUNT
-            and _not_nil_of(row) == _NOT_NIL_DEFAULTS
-        )
-        and not _has_plain_rest(row)
-    ):
+    if length >= _PLAIN_MINIMUM:  # an engine of any version
+        if (
+            row.count(None) != length - _NOT_NIL_COUNT or _not_nil_of(row) != _NOT_NIL_DEFAULTS
+        ) and (length <= _REST_END or not _has_plain_rest(row)):
+            return None
+    elif length != _REST_START and not _has_plain_rest(row):  # our mock engine writes two elements
         return None
     token_ids = row[1]
     # One after the other is faster than all at once for the one or few that a step makes.
@@ -293,7 +290,7 @@ def plain_token_ids(row: Any) -> list[int] | None:
 
 
 def _has_plain_rest(row: list[Any]) -> bool:
-    known, unknown = row[_REST_START : _REST_START + len(_REST)], row[_REST_START + len(_REST) :]
+    known, unknown = row[_REST_START:_REST_END], row[_REST_END:]
     return len(row) > _REST_START and known == _REST[: len(known)] and not any(unknown)
 
 
