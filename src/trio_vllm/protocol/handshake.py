@@ -1,7 +1,7 @@
-"""The startup messages: HELLO, INIT, READY and the registration.
+"""`HandshakeReport`, `HandshakeInit` and `EngineCoreReadyResponse`: HELLO and READY, INIT, registration.
 
 Mirrors upstream ``vllm/v1/engine/utils.py`` and ``engine-core-client/src/protocol/handshake.rs``.
-Writers raise `CodecError` for a value that has no place in the message: a bug of the caller.
+Encoders raise `CodecError` for a value that does not fit the message.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ class EngineId(bytes):
 
     @classmethod
     def of(cls, engine_index: int) -> EngineId:
-        """The id of the engine with this index; `ValueError` beyond two bytes."""
+        """Make the id of the engine with this index; `ValueError` beyond two bytes."""
         if not 0 <= engine_index < MAX_ENGINES:
             raise ValueError(f"engine index {engine_index} does not fit two bytes")
         return cls(engine_index.to_bytes(2, "little"))
 
     @property
     def engine_index(self) -> int:
-        """The index it stands for; `DecodeError` if these bytes are no engine id."""
+        """The engine index; `DecodeError` if these bytes are no engine id."""
         if len(self) != 2:
             raise DecodeError("an engine id", "", f"must be two bytes, not {bytes(self)[:16]!r}")
         return int.from_bytes(self, "little")
 
 
 class HandshakeStatus(enum.Enum):
-    """What an engine reports on the handshake socket."""
+    """The state that an engine reports on the handshake socket."""
 
     HELLO = "HELLO"
     READY = "READY"
@@ -85,7 +85,7 @@ ParallelSetting = Annotated[
 
 @attrs.frozen(kw_only=True)
 class EngineAddresses:
-    """Where an engine has to connect: one input and one output address per client."""
+    """The addresses that an engine connects to: one input and one output per client."""
 
     inputs: list[str]
     outputs: list[str]
@@ -104,7 +104,7 @@ class HandshakeInit:
 
 @attrs.frozen(kw_only=True)
 class KvEventsConfig:
-    """Where and how an engine publishes KV-cache events."""
+    """An engine's configuration of its publisher of KV-cache events."""
 
     enable_kv_cache_events: bool = False
     publisher: str = "null"
@@ -118,7 +118,7 @@ class KvEventsConfig:
 
 @attrs.frozen(kw_only=True)
 class EngineCoreReadyResponse:
-    """What an engine tells of itself when it registers on an input socket."""
+    """The registration of an engine on an input socket: its limits and configuration."""
 
     max_model_len: UInt64
     """Prompt and output tokens that fit the context."""

@@ -1,9 +1,9 @@
-"""Log probabilities: two wire codecs, one value.
+"""`Logprobs` and `SamplingMask`: the arrays that outputs carry for sampled and prompt tokens.
 
 Sample logprobs travel as numpy arrays (``LogprobsLists``), prompt logprobs as torch tensors
 (``LogprobsTensors``); see upstream ``vllm/v1/outputs.py`` and
-``engine-core-client/src/protocol/logprobs.rs``. Both decode to `Logprobs`, which keeps the arrays as
-they came, without a copy, and makes records of them on request.
+``engine-core-client/src/protocol/logprobs.rs``. Both decode to `Logprobs`, which keeps the arrays
+without a copy and makes records of them on request.
 
 Column 0 of a row is the token that was sampled (or stands in the prompt), with its own rank; the
 others are the most probable tokens in falling order, so the token of column 0 often comes twice.
@@ -142,7 +142,7 @@ _PARTS = ("token_ids", "logprobs", "ranks")
 
 
 def _logprobs_codec(array: Codec[Array], length: int) -> Codec[Logprobs]:
-    """``length`` is what writers write; the first three elements are the arrays."""
+    """Make a codec that writes ``length`` elements, of which the first three are the arrays."""
 
     def decode(raw: Any, frames: Frames) -> Logprobs:
         if type(raw) is not list or len(raw) < 3:
@@ -168,7 +168,7 @@ PROMPT_LOGPROBS = _logprobs_codec(TENSOR_AS_NUMPY, 5)
 
 @attrs.define
 class SamplingMask:
-    """Which token ids sampling could choose from, one row per new token.
+    """The token ids that sampling could choose from, one row per new token.
 
     Without ``offsets`` there is one row; with them row ``i`` is
     ``token_ids[offsets[i]:offsets[i + 1]]``.

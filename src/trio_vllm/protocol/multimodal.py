@@ -1,4 +1,4 @@
-"""Multimodal features of a prompt: processed inputs and where they stand in it.
+"""`MultiModalFeatureSpec`: processed images, audio or video of a prompt, and their positions.
 
 Mirrors upstream ``vllm/multimodal/inputs.py`` and its encoding in ``vllm/v1/serial_utils.py``.
 Each field of a feature is a tensor, a number or a nested list of them, with a rule (`MultiModalField`)
@@ -113,7 +113,7 @@ NESTED_TENSORS: Codec[NestedTensors] = Codec("nested tensors", _decode_nested, _
 
 
 def _decode_slices(raw: Any, _: Frames, depth: int = 0) -> Any:
-    """``[start, stop, step]`` to a slice, and lists of such to lists of slices."""
+    """Convert ``[start, stop, step]`` to a slice, and lists of such to lists of slices."""
     if type(raw) is not list:
         raise wrong_type("a slice or a list of slices", raw)
     if raw and type(raw[0]) is not list:
@@ -144,7 +144,7 @@ _ARGUMENTS: dict[str, dict[str, Codec[Any]]] = {
     "shared": {"keep_on_cpu": BOOL, "batch_size": I64},
 }
 _ARGUMENT_DEFAULTS = {"keep_on_cpu": False, "dim": 0}
-"""What upstream's factories take for an argument that is left out."""
+"""The defaults of upstream's factories."""
 
 
 def _decode_field(raw: Any, frames: Frames) -> MultiModalField:

@@ -315,7 +315,7 @@ def decode_outputs_lazily(
         raw = unpack(frames[0])
         message = _MESSAGE.decode(raw, frames)
     except CodecError as error:
-        raise DecodeError("outputs", error.where, error.reason, _index_of(raw)) from error
+        raise DecodeError("outputs", error.where, error.reason, _engine_index_of(raw)) from error
     if message.utility_output is None and message.wave_complete is message.start_wave is None:
         return UndecodedBatch(
             message.engine_index,
@@ -329,7 +329,7 @@ def decode_outputs_lazily(
     return _kind(message)
 
 
-def _index_of(raw: Any) -> int | None:
+def _engine_index_of(raw: Any) -> int | None:
     return raw[0] if type(raw) is list and raw and type(raw[0]) is int else None
 
 

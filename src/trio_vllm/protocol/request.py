@@ -178,7 +178,7 @@ class EngineCoreRequest:
 
 def _decode_exclude(raw: Any, _: Frames) -> int | None:
     # After a first-request notice of a 0.32 frontend, upstream's coordinator passes on the engine
-    # id as bytes here, which equals no index and so excludes nobody.
+    # id as bytes here, which equals no index and so excludes no engine.
     if raw is None or type(raw) is bytes:
         return None
     return U16.decode(raw, ())

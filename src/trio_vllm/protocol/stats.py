@@ -1,6 +1,7 @@
-"""Statistics that engines attach to outputs; mirrors upstream ``vllm/v1/metrics/stats.py``.
+"""`SchedulerStats` and its parts: the statistics that engines attach to outputs.
 
-Writers always write every key: upstream's Rust client fails for good on a partial map.
+Mirrors upstream ``vllm/v1/metrics/stats.py``. Encoding writes every key, since upstream's Rust client
+fails for good on a partial map.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Utility calls: a named method run by an engine, and its answer.
+"""`UtilityRequest` and `UtilityOutput`: a call of an engine's method by name, and its answer.
 
 Mirrors upstream ``vllm/v1/engine/__init__.py`` (``UtilityOutput``) and
 ``vllm/v1/serial_utils.py`` (``UtilityResult``).
@@ -29,7 +29,7 @@ CallId = Annotated[int, INT64_OR_UINT64]
 @as_array(minimum=4)
 @attrs.define
 class UtilityRequest:
-    """Run ``method`` with positional ``args`` and answer on output socket ``client_index``."""
+    """Calls ``method`` with positional ``args``; the answer goes to output socket ``client_index``."""
 
     client_index: UInt32
     call_id: CallId
@@ -78,9 +78,9 @@ def _decode_output(raw: Any, frames: Frames) -> UtilityOutput:
     output = _UTILITY_OUTPUT.decode(raw, frames)
     try:
         refuse_extensions(output.result)
-    except CodecError as error:  # which is the fault of this call, not of the message
-        output.result = None
-        output.failure_message = f"the result {error.reason}"
+    except CodecError as error:  # fails this call, not all that the engine serves
+        reason = output.failure_message or f"the result {error.reason}"
+        return UtilityOutput(output.call_id, reason)
     return output
 
 
