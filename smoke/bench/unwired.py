@@ -6,14 +6,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-import attrs
 import ormsgpack
 import trio
 from trio.testing import wait_all_tasks_blocked
 
 from bench.workers import Answer
 from trio_vllm import EngineCoreClient, EngineCoreReadyResponse, Llm
-from trio_vllm.protocol import EngineCoreOutput, FinishReason, index_of
+from trio_vllm.protocol import EngineCoreOutput, FinishReason, defaults_of, index_of
 from trio_vllm.transport import EngineChannels
 
 READY = EngineCoreReadyResponse(
@@ -36,7 +35,7 @@ READY = EngineCoreReadyResponse(
 )
 
 TOKEN = 31_999
-ROW: list[Any] = [field.default for field in attrs.fields(EngineCoreOutput)]
+ROW = defaults_of(EngineCoreOutput)
 """What a real engine writes in a row without anything, but for the id and the token ids."""
 
 FINISH_REASON = index_of(EngineCoreOutput, "finish_reason")

@@ -50,6 +50,7 @@ from trio_vllm.protocol.structs import (
     as_array,
     as_map,
     codec_of,
+    defaults_of,
     fields_of,
     index_of,
 )
@@ -342,8 +343,9 @@ def test_a_codec_is_derived_once() -> None:
     assert codec_of(Point) is AS_MAP
 
 
-def test_positions_follow_the_declaration() -> None:
+def test_positions_and_defaults_follow_the_declaration() -> None:
     """Who reads or writes single elements of an array asks the class for them."""
+    assert defaults_of(ArrayPoint) == [attrs.NOTHING, 5, None, []]
     assert [index_of(ArrayPoint, name) for name in ("x", "y", "label", "tags")] == [0, 1, 2, 3]
 
 

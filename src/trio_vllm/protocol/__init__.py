@@ -118,9 +118,7 @@ from trio_vllm.protocol.stats import (
     SchedulerStats as SchedulerStats,
     SpecDecodingStats as SpecDecodingStats,
 )
-from trio_vllm.protocol.structs import (
-    index_of as index_of,
-)
+from trio_vllm.protocol.structs import defaults_of as defaults_of, index_of as index_of
 from trio_vllm.protocol.utility import (
     UtilityOutput as UtilityOutput,
     UtilityRequest as UtilityRequest,

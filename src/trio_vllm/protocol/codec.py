@@ -432,3 +432,5 @@ Int64 = Annotated[int, I64]
 UInt16 = Annotated[int, U16]
 UInt32 = Annotated[int, U32]
 UInt64 = Annotated[int, U64]
+Count = Annotated[int, codec_from(decode=U32, encode=integer(1, 2**32 - 1, "at least 1"))]
+"""At least 1 when it is encoded; decoding takes 0 too."""

@@ -42,7 +42,7 @@ from trio_vllm.protocol.logprobs import (
 )
 from trio_vllm.protocol.msgpack import pack, unpack
 from trio_vllm.protocol.stats import PrefillStats, RequestSpecDecodeMetrics, SchedulerStats
-from trio_vllm.protocol.structs import as_array, codec_of, index_of
+from trio_vllm.protocol.structs import as_array, codec_of, defaults_of, index_of
 from trio_vllm.protocol.utility import UtilityOutput
 
 
@@ -254,7 +254,7 @@ _MESSAGE = codec_of(OutputsMessage)
 
 # A plain row holds an id and token ids, and then the default in each field: nil in most.
 _REST_START = index_of(EngineCoreOutput, "new_token_ids") + 1
-_REST = [field.default for field in attrs.fields(EngineCoreOutput)[_REST_START:]]
+_REST = defaults_of(EngineCoreOutput)[_REST_START:]
 _REST_END = _REST_START + len(_REST)
 _NOT_NIL = [_REST_START + i for i, default in enumerate(_REST) if default is not None]
 _PLAIN_MINIMUM = _NOT_NIL[-1] + 1

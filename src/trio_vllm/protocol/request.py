@@ -24,11 +24,11 @@ from trio_vllm.protocol.codec import (
     NON_EMPTY_STR,
     STR,
     U16,
-    U32,
     AuxFrames,
     Buffer,
     Codec,
     CodecError,
+    Count,
     Frames,
     Int32,
     UInt32,
@@ -68,9 +68,6 @@ POOLING_TASKS = (
     "embed&token_classify",
 )
 """All pooling tasks; `get_supported_tasks` of an engine lists those of its model."""
-
-
-Count = Annotated[int, codec_from(decode=U32, encode=integer(1, 2**32 - 1, "at least 1"))]
 
 
 @as_array()

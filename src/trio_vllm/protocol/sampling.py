@@ -21,10 +21,10 @@ from trio_vllm.protocol.codec import (
     I32,
     STR,
     TOKEN_IDS,
-    U32,
     AuxFrames,
     Codec,
     CodecError,
+    Count,
     Frames,
     Int64,
     UInt32,
@@ -53,6 +53,13 @@ def _encode_json(value: str | dict[str, Any], aux: AuxFrames) -> Any:
     return STR.encode(value, aux) if type(value) is str else ANY_MAP.encode(value, aux)  # type: ignore[arg-type]
 
 
+JsonSchema = Annotated[str | dict[str, Any], Codec("a JSON schema", _decode_json, _encode_json)]
+Choices = Annotated[
+    list[str], strict_on_encode(list_of(STR), satisfying("a list that is not empty", bool))
+]
+Backend = Annotated[str, known_string(*STRUCTURED_OUTPUTS_BACKENDS)]
+
+
 def _check_structured_outputs(value: StructuredOutputsParams) -> None:
     given = [name for name in value.CONSTRAINTS if getattr(value, name) is not None]
     if len(given) != 1:
@@ -67,26 +74,16 @@ def _check_structured_outputs(value: StructuredOutputsParams) -> None:
 class StructuredOutputsParams:
     """A constraint on the text of a completion: exactly one of the first six fields."""
 
-    json: (
-        Annotated[str | dict[str, Any], Codec("a JSON schema", _decode_json, _encode_json)] | None
-    ) = None
+    json: JsonSchema | None = None
     regex: str | None = None
-    choice: (
-        Annotated[
-            list[str],
-            strict_on_encode(list_of(STR), satisfying("a list that is not empty", bool)),
-        ]
-        | None
-    ) = None
+    choice: Choices | None = None
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
-    backend: Annotated[
-        Annotated[str, known_string(*STRUCTURED_OUTPUTS_BACKENDS)] | None, Key("_backend")
-    ] = None
+    backend: Annotated[Backend | None, Key("_backend")] = None
     """The engine's first request decides for its whole life."""
     backend_was_auto: Annotated[bool, Key("_backend_was_auto")] = False
 
@@ -119,7 +116,6 @@ def _encode_top_k(value: int, aux: AuxFrames) -> Any:
 
 
 Penalty = Annotated[float, number(-2, 2)]
-Count = Annotated[int, codec_from(decode=U32, encode=integer(1, 2**32 - 1, "at least 1"))]
 CountOrAll = Annotated[int, _COUNT_OR_ALL]
 SomeTokenIds = Annotated[
     Sequence[int],

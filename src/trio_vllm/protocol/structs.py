@@ -121,11 +121,21 @@ def index_of(cls: type[Any], name: str) -> int:
     return [attribute.name for attribute in attrs.fields(cls)].index(name)
 
 
+def defaults_of(cls: type[Any]) -> list[Any]:
+    """List the default of each field, `attrs.NOTHING` for a required one."""
+    return [
+        field.default.factory() if isinstance(field.default, attrs.Factory) else field.default  # type: ignore[arg-type]
+        for field in attrs.fields(cls)
+    ]
+
+
 # Fields -----------------------------------------------------------------------------------------
 
 
 @attrs.frozen
 class Field:
+    """A field of a class: its place in a map, its codec and its default."""
+
     name: str
     key: str
     codec: Codec[Any]
@@ -147,6 +157,7 @@ class Field:
 
 
 def fields_of(cls: type[Any]) -> list[Field]:
+    """Derive the fields of a class from its annotations, in order."""
     annotations = get_type_hints(cls, include_extras=True)
     return [_field_of(attribute, annotations[attribute.name]) for attribute in attrs.fields(cls)]
 
