@@ -9,8 +9,7 @@ from types import ModuleType
 import pytest
 
 import trio_vllm
-from trio_vllm import EngineCoreError, client, llm
-from trio_vllm import errors as _errors
+from trio_vllm import EngineCoreError, client, errors as _errors, llm
 
 VLLM_NAMES = {
     "Bootstrapped",

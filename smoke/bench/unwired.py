@@ -11,7 +11,9 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from bench.workers import Answer
-from trio_vllm import EngineCoreClient, EngineCoreReadyResponse, Llm
+from trio_vllm import EngineCoreReadyResponse, Llm
+from trio_vllm.client import run_client
+from trio_vllm.protocol import EngineCoreOutput, FinishReason, defaults_of, index_of
 from trio_vllm.transport import Disconnect, EngineChannels, Received
 
 READY = EngineCoreReadyResponse(
@@ -34,10 +36,10 @@ READY = EngineCoreReadyResponse(
 )
 
 TOKEN = 31_999
-LENGTH = 1
-"""The finish reason."""
-REST_OF_ROW = [*[None] * 11, 0, *[None] * 5]
-"""What a real engine writes behind the token ids."""
+ROW = defaults_of(EngineCoreOutput)
+"""What a real engine writes in a row without anything, but for the id and the token ids."""
+
+FINISH_REASON = index_of(EngineCoreOutput, "finish_reason")
 
 Message = list[bytes]
 
@@ -117,22 +119,21 @@ async def unwired_llm() -> AsyncIterator[tuple[Llm, Feed]]:
     """Open an `Llm` on a `Feed`."""
     feed = Feed()
     _, disconnects = trio.open_memory_channel[Disconnect](0)
-    client = EngineCoreClient(EngineChannels("", "", {0: READY}, feed, feed, disconnects))
-    async with client.running():
+    async with run_client(EngineChannels("", "", {0: READY}, feed, feed, disconnects)) as client:
         yield Llm(client), feed
 
 
 def tokens_for(request_ids: Sequence[str], *, short: bool = False) -> Message:
     """A message with a token for each request, as vLLM writes it; ``short``, as the mock does."""
-    rest = [] if short else REST_OF_ROW
+    rest = [] if short else ROW[2:]
     return message([[request_id, [TOKEN], *rest] for request_id in request_ids])
 
 
 def ends_of(request_ids: Sequence[str]) -> Message:
     """A message with the last token of each request."""
-    rest = [*REST_OF_ROW]
-    rest[3] = LENGTH
-    rows = [[request_id, [TOKEN], *rest] for request_id in request_ids]
+    ended = list(ROW)
+    ended[FINISH_REASON] = FinishReason.LENGTH.value
+    rows = [[request_id, [TOKEN], *ended[2:]] for request_id in request_ids]
     return message(rows, list(request_ids))
 
 

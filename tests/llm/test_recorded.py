@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.llm.world import open_llm_world
-from tests.recorded import Recording, recording, recordings
+from tests.recorded import Recording, each_version, recording, recordings
 
 from trio_vllm.llm import EncodeRequest, GenerateRequest
 from trio_vllm.protocol import EngineCoreRequest, FinishReason, Logprobs, decode_engine_message
@@ -51,10 +51,10 @@ def assert_equal(recorded: list[list[list[Any]]] | None, logprobs: Logprobs | No
             assert rank in (None, entry.rank)
 
 
-def complete_recordings() -> list[str]:
+def complete_recordings() -> list[Recording]:
     """Those of an engine that sent all of its requests' tokens and their ends."""
     return [
-        scenario.name
+        scenario
         for scenario in recordings()
         if scenario.producer.endswith("engine")
         and scenario.expected.get("requests")
@@ -64,9 +64,8 @@ def complete_recordings() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", complete_recordings())
-async def test_results(name: str) -> None:
-    scenario = recording(name)
+@pytest.mark.parametrize("scenario", complete_recordings(), ids=lambda scenario: scenario.label)
+async def test_results(scenario: Recording) -> None:
     expected: list[dict[str, Any]] = scenario.expected["requests"]
     async with open_llm_world(
         2, randomize_request_ids=False, supports_lora=True, max_loras=2
@@ -90,8 +89,9 @@ async def test_results(name: str) -> None:
         assert world.llm.client.is_healthy
 
 
-async def test_a_completion_that_took_several_steps() -> None:
-    scenario = recording("generate_plain_5")
+@each_version
+async def test_a_completion_that_took_several_steps(version: str) -> None:
+    scenario = recording("generate_plain_5", version)
     (request,) = sent(scenario)
     async with open_llm_world(randomize_request_ids=False) as world:
         outcome = await world.start(lambda: world.llm.generate(as_prompt(request)))
@@ -114,8 +114,9 @@ async def test_a_completion_that_took_several_steps() -> None:
         assert outcome.get().usage.cached_tokens == 0
 
 
-async def test_a_prompt_that_was_cached() -> None:
-    scenario = recording("prefix_cache_hit")
+@each_version
+async def test_a_prompt_that_was_cached(version: str) -> None:
+    scenario = recording("prefix_cache_hit", version)
     async with open_llm_world(randomize_request_ids=False) as world:
         outcomes = [
             await world.start(partial(world.llm.generate, as_prompt(request)))
@@ -127,8 +128,9 @@ async def test_a_prompt_that_was_cached() -> None:
     assert [outcome.get().usage.cached_tokens for outcome in outcomes] == [0, 256]
 
 
-async def test_an_embedding() -> None:
-    scenario = recording("pooling_embed")
+@each_version
+async def test_an_embedding(version: str) -> None:
+    scenario = recording("pooling_embed", version)
     (request,) = sent(scenario)
     assert request.pooling_params is not None
     prompt = EncodeRequest(

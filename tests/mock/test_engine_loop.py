@@ -14,8 +14,7 @@ from tests.mock.driver import pack_add, raw_request
 from trio.testing import wait_all_tasks_blocked
 
 from trio_vllm.concurrency import running
-from trio_vllm.mock import MockEngine, MockEngineConfig
-from trio_vllm.mock import runner as engine_loop
+from trio_vllm.mock import MockEngine, MockEngineConfig, runner as engine_loop
 from trio_vllm.mock.runner import EngineLoop, Lockstep
 from trio_vllm.protocol import (
     COORDINATOR_READY,

@@ -16,8 +16,7 @@ from tests.transport.startup import until
 from trio.testing import wait_all_tasks_blocked
 
 from trio_vllm.errors import ConfigurationError
-from trio_vllm.transport import zmq_context as _context
-from trio_vllm.transport import zmq_socket as _backlog
+from trio_vllm.transport import zmq_context as _context, zmq_socket as _backlog
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
 from trio_vllm.transport.zmq_socket import ZERO_COPY_SIZE, ZmqSocket
 

@@ -33,9 +33,10 @@ def engines(context: ZmqContext, address: str) -> list[RawEngine]:
 
 
 def registration(engine: RawEngine, **changes: object) -> bytes:
-    return encode_ready_response(
+    (payload,) = encode_ready_response(
         ready_response(engine.engine_index, data_parallel_size=2, **changes)
     )
+    return payload
 
 
 async def start(engine: RawEngine) -> None:
@@ -187,7 +188,7 @@ async def test_settings_for_the_engines(
     async def listen() -> None:
         engines[0].say(b"\x81\xa6status\xa5HELLO")
         (payload,) = await engines[0].handshake.receive()
-        received.append(decode_init(payload).parallel_config)
+        received.append(decode_init([payload]).parallel_config)
 
     with trio.fail_after(LIMIT):
         async with beside(listen):

@@ -31,8 +31,12 @@ from trio_vllm.protocol import (
     decode_report,
     encode_init,
 )
-from trio_vllm.transport import FrontendChannels, FrontendDisconnect, join_frontend
-from trio_vllm.transport import engine as _engine
+from trio_vllm.transport import (
+    FrontendChannels,
+    FrontendDisconnect,
+    engine as _engine,
+    join_frontend,
+)
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
 from trio_vllm.transport.zmq_monitor import set_linger
 from trio_vllm.transport.zmq_socket import ZmqSocket
@@ -55,20 +59,20 @@ def two_clients(context: ZmqContext, tmp_path: Path) -> RawFrontend:
 
 async def take_hello(frontend: RawFrontend) -> bytes:
     identity, payload = await frontend.handshake.receive()
-    assert decode_report(payload).status is HandshakeStatus.HELLO
+    assert decode_report([payload]).status is HandshakeStatus.HELLO
     return identity
 
 
 async def answer(frontend: RawFrontend, *payload: bytes, **addresses: Any) -> None:
     """Take HELLO and send INIT, or something else in its place."""
     identity = await take_hello(frontend)
-    payload = payload or (encode_init(frontend.init(**addresses)),)
+    payload = payload or tuple(encode_init(frontend.init(**addresses)))
     frontend.handshake.send_nowait([identity, *payload])
 
 
 async def take_ready(frontend: RawFrontend) -> None:
     identity, payload = await frontend.handshake.receive()
-    report = decode_report(payload)
+    report = decode_report([payload])
     assert (report.status, report.local, report.headless) == (HandshakeStatus.READY, False, True)
     assert EngineId.of(3) == identity
 
@@ -101,7 +105,7 @@ async def check_links(links: FrontendChannels, frontend: RawFrontend) -> None:
         zip(frontend.inputs, frontend.outputs, strict=True)
     ):
         identity, payload = await requests.receive()
-        assert (EngineId.of(3), ready_response(3)) == (identity, decode_ready_response(payload))
+        assert (EngineId.of(3), ready_response(3)) == (identity, decode_ready_response([payload]))
         requests.send_nowait([identity, b"\x00", b"request %d" % client])
         links.outputs[client].send_nowait([b"output %d" % client, b"aux"])
 

@@ -27,8 +27,13 @@ from trio.testing import MockClock
 
 from trio_vllm.errors import AddressInUseError, ConfigurationError, PeerGoneError, StartupError
 from trio_vllm.protocol import EngineAddresses, EngineId
-from trio_vllm.transport import Bootstrapped, Disconnect, EngineChannels, HandshakeOwner
-from trio_vllm.transport import frontend as _frontend
+from trio_vllm.transport import (
+    Bootstrapped,
+    Disconnect,
+    EngineChannels,
+    HandshakeOwner,
+    frontend as _frontend,
+)
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
 
 Script = Callable[[], Awaitable[object]]

@@ -29,7 +29,7 @@ class FakeInput:
         self._send, self._receive = trio.open_memory_channel[Received](10)
 
     def register(self, engine_index: int, descriptor: int) -> None:
-        payload = encode_ready_response(ready_response(engine_index))
+        (payload,) = encode_ready_response(ready_response(engine_index))
         self._send.send_nowait(([EngineId.of(engine_index), payload], descriptor))
 
     async def receive_batch(self, limit: int) -> list[Received]:

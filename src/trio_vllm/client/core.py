@@ -40,8 +40,8 @@ from trio_vllm.client.engines import (
     CONNECTION_LOST,
     REPORTED_DEATH,
     UNREADABLE,
-    EngineConnections,
     Engine,
+    EngineConnections,
     EngineInfo,
     EngineMessage,
     EngineState,
@@ -68,6 +68,7 @@ from trio_vllm.errors import (
 )
 from trio_vllm.protocol import (
     Buffer,
+    CodecError,
     DpControlOutput,
     EngineCoreOutput,
     EngineCoreReadyResponse,
@@ -319,9 +320,9 @@ class FrontendCore:
             frames = encode_utility(
                 UtilityRequest(self._client_index, call.call_id, method, list(args))
             )
-        except BaseException:
+        except CodecError as error:
             self._utility_calls.close(call)
-            raise
+            raise TypeError(f"utility call {method!r}: {error}") from error
         for engine in self._engines.alive:
             engine.send_aborts()
             engine.send(frames)

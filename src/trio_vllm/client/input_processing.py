@@ -55,12 +55,12 @@ class Unsupported(CodecError):  # noqa: N818 (never leaves the checks)
 
 def refuse(field: str, reason: str) -> CodecError:
     """The error for a value that no engine takes; ``field`` may be empty for the whole."""
-    return CodecError(reason).within(f".{field}" if field else "")
+    return CodecError(reason).add_path(f".{field}" if field else "")
 
 
 def refuse_here(field: str, reason: str) -> CodecError:
     """The error for a value that another engine would take."""
-    return Unsupported(reason).within(f".{field}")
+    return Unsupported(reason).add_path(f".{field}")
 
 
 def not_in_vocabulary(token_id: int, vocab_size: int) -> str:
@@ -188,7 +188,7 @@ def check_sampling(params: EngineCoreSamplingParams, length: int, vocab_size: in
         if vocab_size is not None:
             _check_vocabulary(params, vocab_size)
     except CodecError as error:
-        raise error.within(".sampling_params") from None
+        raise error.add_path(".sampling_params") from None
 
 
 def _check_logprobs_count(logprobs: int, count: int) -> None:
@@ -226,7 +226,7 @@ def _check_structured_outputs(params: StructuredOutputsParams) -> None:
             if _nests_deeper(getattr(params, name), limit):
                 raise refuse(name, f"must not nest deeper than {limit} levels")
     except CodecError as error:
-        raise error.within(".structured_outputs") from None
+        raise error.add_path(".structured_outputs") from None
 
 
 _JSON_CONTAINERS = (dict, list, tuple)
@@ -436,7 +436,7 @@ def _check_features(features: list[MultiModalFeatureSpec], prompt_length: int) -
         try:
             _check_position(feature.mm_position, prompt_length, earlier)
         except CodecError as error:
-            raise error.within(f".mm_features[{index}].mm_position") from None
+            raise error.add_path(f".mm_features[{index}].mm_position") from None
         earlier = feature.mm_position.offset
 
 

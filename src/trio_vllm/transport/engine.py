@@ -19,6 +19,7 @@ from trio_vllm.errors import ConfigurationError, DecodeError, StartupError
 from trio_vllm.protocol import (
     COORDINATOR_READY,
     SUBSCRIBE,
+    Buffer,
     EngineAddresses,
     EngineCoreReadyResponse,
     EngineId,
@@ -80,7 +81,7 @@ async def join_frontend(
         joining.open_outputs(init.addresses.outputs, output_high_water_mark)
         coordinator = await joining.wait_coordinator_ready(init.addresses)
         set_linger(handshake, READY_LINGER)
-        handshake.send_nowait([encode_report(HandshakeReport(status=HandshakeStatus.READY))])
+        handshake.send_nowait(encode_report(HandshakeReport(status=HandshakeStatus.READY)))
         await joining.wait_registered()
         handshake.close()
         try:
@@ -113,7 +114,7 @@ class _Joining:
         self._handshake = handshake
         self._frontend = OutgoingConnection(address, self._context.open_monitor(handshake))
         handshake.connect(address)
-        handshake.send_nowait([encode_report(HandshakeReport(status=HandshakeStatus.HELLO))])
+        handshake.send_nowait(encode_report(HandshakeReport(status=HandshakeStatus.HELLO)))
         return handshake
 
     async def receive_init(self) -> HandshakeInit:
@@ -121,12 +122,12 @@ class _Joining:
         phase = f"INIT from the frontend at {self._frontend.address}"
         return _read_init(await self._answer(phase, self._handshake.receive), phase)
 
-    def register(self, addresses: Sequence[str], response: bytes) -> None:
+    def register(self, addresses: Sequence[str], response: Sequence[Buffer]) -> None:
         """Connect to each client's input address, and say there who we are."""
         for address in addresses:
             socket = self._context.socket(SocketType.DEALER, identity=self._engine_id)
             self._input_connections.append(self._connect(socket, address))
-            socket.send_nowait([response])
+            socket.send_nowait(response)
             self.inputs.append(socket)
 
     def open_outputs(self, addresses: Sequence[str], high_water_mark: int) -> None:
@@ -251,7 +252,7 @@ def _read_init(frames: Frames, phase: str) -> HandshakeInit:
     if len(frames) != 1:
         raise StartupError(phase, notes=[f"it has {len(frames)} frames"])
     try:
-        init = decode_init(frames[0])
+        init = decode_init(frames)
     except DecodeError as error:
         raise StartupError(phase, notes=[str(error)]) from error
     addresses = init.addresses

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import attrs
@@ -16,7 +16,13 @@ import trio
 
 from trio_vllm.concurrency import running
 from trio_vllm.errors import PeerGoneError, StartupError
-from trio_vllm.protocol import COORDINATOR_READY, EngineCoreReadyResponse, FrontendStartup, Phase
+from trio_vllm.protocol import (
+    COORDINATOR_READY,
+    Buffer,
+    EngineCoreReadyResponse,
+    FrontendStartup,
+    Phase,
+)
 from trio_vllm.transport.zmq_monitor import ConnectionTable
 from trio_vllm.transport.zmq_socket import ZmqSocket
 
@@ -34,7 +40,7 @@ class Handshake:
     socket: ZmqSocket
     connections: ConnectionTable
     """Those of ``socket``."""
-    init: bytes
+    init: Sequence[Buffer]
     """The answer to each HELLO."""
     broadcasts: ZmqSocket | None
     """Where engines subscribe, if we are their coordinator."""
@@ -126,7 +132,7 @@ class StartupRun:
                 connections.identify(connection, engine_id.engine_index)
                 # An engine that left in the meantime is news of the connections.
                 with suppress(PeerGoneError):
-                    handshake.send_nowait([engine_id, self._handshake.init])
+                    handshake.send_nowait([engine_id, *self._handshake.init])
             self._look()
 
     async def _watch_handshakes(self) -> None:
