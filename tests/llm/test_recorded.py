@@ -5,12 +5,20 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import attrs
 import pytest
 from tests.llm.world import open_llm_world
 from tests.recorded import Recording, each_version, recording, recordings
 
 from trio_vllm.llm import EncodeRequest, GenerateRequest
-from trio_vllm.protocol import EngineCoreRequest, FinishReason, Logprobs, decode_engine_message
+from trio_vllm.protocol import (
+    EngineCoreRequest,
+    FinishReason,
+    Logprobs,
+    RequestBatchOutputs,
+    decode_engine_message,
+    decode_outputs,
+)
 
 
 def sent(scenario: Recording) -> list[EngineCoreRequest]:
@@ -51,6 +59,17 @@ def assert_equal(recorded: list[list[list[Any]]] | None, logprobs: Logprobs | No
             assert rank in (None, entry.rank)
 
 
+def engines_of(scenario: Recording) -> dict[str, int]:
+    """Which engine had each request."""
+    messages = [decode_outputs(frames) for frames in answers(scenario)]
+    return {
+        output.request_id: message.engine_index
+        for message in messages
+        if isinstance(message, RequestBatchOutputs)
+        for output in message.outputs
+    }
+
+
 def complete_recordings() -> list[Recording]:
     """Those of an engine that sent all of its requests' tokens and their ends."""
     return [
@@ -70,12 +89,16 @@ async def test_results(scenario: Recording) -> None:
     async with open_llm_world(
         2, randomize_request_ids=False, supports_lora=True, max_loras=2
     ) as world:
-        outcomes = {
-            request.request_id: await world.start(partial(world.llm.generate, as_prompt(request)))
-            for request in sent(scenario)
-        }
+        engine_of = engines_of(scenario)
+        outcomes = {}
+        for request in sent(scenario):
+            prompt = attrs.evolve(
+                as_prompt(request), data_parallel_rank=engine_of[request.request_id]
+            )
+            outcomes[request.request_id] = await world.start(partial(world.llm.generate, prompt))
         for frames in answers(scenario):
-            await world.world.engines[0].say(*frames)
+            index = getattr(decode_outputs(frames), "engine_index", 0)
+            await world.world.engines[index].say(*frames)
 
         assert sorted(outcomes) == sorted(result["request_id"] for result in expected)
         for result in expected:
