@@ -6,6 +6,7 @@ import math
 import os
 import socket as stdlib_socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -692,23 +693,19 @@ async def test_huge_report_is_not_even_received(context: ZmqContext, address: st
     assert not any("engine 1" in note for note in error.notes)
 
 
-def accepted_connections(address: str) -> list[stdlib_socket.socket]:
-    """Copies of the sockets of this process that were accepted at this address."""
+def accepted_connection(address: str) -> stdlib_socket.socket:
+    """A copy of the socket of this process that was accepted at this address."""
     port = int(address.rpartition(":")[2])
-    found = []
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            copy = stdlib_socket.socket(fileno=os.dup(int(entry.name)))
-        except OSError:
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        if "socket:" not in os.path.realpath(entry):
             continue
-        try:
-            if copy.getsockname()[1:2] == (port,) and copy.getpeername():
-                found.append(copy)
-                continue
-        except OSError:
-            pass
+        copy = stdlib_socket.socket(fileno=os.dup(int(entry.name)))
+        if copy.family == stdlib_socket.AF_INET and copy.getsockname()[1] == port:
+            with suppress(OSError):
+                copy.getpeername()
+                return copy
         copy.close()
-    return found
+    raise AssertionError("there is none")
 
 
 async def test_connections_are_kept_alive(context: ZmqContext, address: str) -> None:
@@ -719,8 +716,7 @@ async def test_connections_are_kept_alive(context: ZmqContext, address: str) -> 
             beside(engine.start),
             HandshakeOwner(handshake_address=address).connect() as links,
         ):
-            connections = accepted_connections(links.input_address)
-            with connections[0] as connection:
+            with accepted_connection(links.input_address) as connection:
                 tcp = stdlib_socket.IPPROTO_TCP
                 assert connection.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_KEEPALIVE)
                 options = [

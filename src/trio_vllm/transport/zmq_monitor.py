@@ -98,6 +98,15 @@ class PeerMonitor(trio.abc.ReceiveChannel[PeerEvent]):
             raise trio.EndOfChannel
         return event
 
+    async def wait_pending(self) -> None:
+        """Wait until there are events for `receive_pending`.
+
+        Raises:
+          trio.BusyResourceError: Another task is receiving.
+          trio.ClosedResourceError: The monitor is closed.
+        """
+        await self._source.wait_receivable()
+
     def receive_pending(self) -> list[PeerEvent]:
         """Give the events that have happened and were not received, maybe none.
 
@@ -187,12 +196,15 @@ class ConnectionTable(trio.abc.ReceiveChannel[Disconnect]):
     async def run(self) -> None:
         """Task: follow the monitor until the socket is closed."""
         with suppress(trio.ClosedResourceError):
-            async for event in self._monitor:
-                self._process(event)
+            while True:
+                # To receive an event here would take it across a checkpoint, in which a message of
+                # the new connection could be received.
+                await self._monitor.wait_pending()
+                self.process_events()
 
     def process_events(self) -> None:
         """Take in what the monitor has told until now."""
-        if not self._is_closed:
+        with suppress(trio.ClosedResourceError):
             for event in self._monitor.receive_pending():
                 self._process(event)
 

@@ -213,6 +213,16 @@ class ZmqSocket:
         """
         return await self._attempt_until(RECEIVABLE, lambda: self._take(limit))
 
+    async def wait_receivable(self) -> None:
+        """Wait until there is a message to receive; like `receive_batch` otherwise."""
+        await self._attempt_until(RECEIVABLE, self._is_receivable)
+
+    def _is_receivable(self) -> bool:
+        try:
+            return bool(self._look() & RECEIVABLE)
+        except zmq.ZMQError as error:
+            raise translated(error, "cannot receive") from error
+
     def receive_batch_nowait(self, limit: int) -> list[Received]:
         """Return what is there, ``limit`` messages at most; `trio.WouldBlock` if nothing is."""
         if batch := self._take(limit):
