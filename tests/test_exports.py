@@ -37,7 +37,7 @@ VLLM_NAMES = {
 }
 """Names that users of vLLM's own client bring with them."""
 
-BUILDING_BLOCKS = {"Sink"}
+BUILDING_BLOCKS = {"EngineSource", "Sink"}
 """What `Llm` uses of the client, and nobody else needs."""
 
 

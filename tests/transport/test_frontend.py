@@ -9,8 +9,10 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
+import ormsgpack
 import pytest
 import trio
+from tests.ready import ready_response
 from tests.transport.peers import LIMIT
 from tests.transport.startup import (
     HELLO,
@@ -27,7 +29,7 @@ from tests.transport.test_endpoints import has_ipv6
 from trio.testing import MockClock
 
 from trio_vllm.errors import AddressInUseError, ConfigurationError, PeerGoneError, StartupError
-from trio_vllm.protocol import EngineAddresses, EngineId
+from trio_vllm.protocol import EngineAddresses, EngineId, encode_ready_response
 from trio_vllm.transport import Bootstrapped, Disconnect, EngineChannels, HandshakeOwner
 from trio_vllm.transport import frontend as _frontend
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
@@ -248,15 +250,19 @@ async def test_no_engine(address: str) -> None:
 
     error = await fail(mode, trio.sleep_forever)
 
+    note = (
+        f"no engine has connected to {address} in 0.3 s; is it started with"
+        " --data-parallel-rpc-port PORT? has it served another frontend before?"
+    )
     assert (
         error.phase,
         error.missing_engines,
         error.seconds,
         error.notes,
-    ) == ("HELLO", [0, 1], TICK, [])
+    ) == ("HELLO", [0, 1], TICK, [note])
     assert (
         str(error)
-        == "startup failed while waiting for HELLO from engine 0, 1 (gave up after 0.3 s)"
+        == f"startup failed while waiting for HELLO from engine 0, 1 (gave up after 0.3 s); {note}"
     )
 
 
@@ -481,6 +487,98 @@ async def test_engine_that_dies_when_it_is_complete(
 
 
 # Time -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reached", ["HELLO", "INIT", "registration", "complete"])
+async def test_engine_that_leaves_is_told_soon(
+    context: ZmqContext, address: str, reached: str
+) -> None:
+    """Though another one may still load for long."""
+    engine = RawEngine(context, address)
+
+    async def start() -> None:
+        if reached == "HELLO":
+            engine.say(HELLO)
+            await engine.handshake.receive()
+        else:
+            addresses = await engine.say_hello()
+            if reached != "INIT":
+                engine.register(addresses)
+            if reached == "complete":
+                engine.say_ready()
+            await trio.sleep(0.1)
+        engine.die()
+
+    begin = trio.current_time()
+    error = await fail(
+        HandshakeOwner(handshake_address=address, engine_count=2, restart_grace=0.5), start
+    )
+
+    assert trio.current_time() - begin < LIMIT / 3
+    assert (error.phase, error.missing_engines, error.seconds) == ("HELLO", [0], 0.5)
+    assert error.notes[0] in {
+        "engine 0 left before it was READY",
+        "engine 0 was lost during startup",
+    }
+
+
+async def test_engine_that_registers_with_garbage_is_told_soon(
+    context: ZmqContext, address: str
+) -> None:
+    engine = RawEngine(context, address)
+
+    async def start() -> None:
+        payload = ormsgpack.unpackb(encode_ready_response(ready_response(0)))
+        payload["max_model_len"] = -1
+        engine.register(await engine.say_hello(), ormsgpack.packb(payload))
+        await trio.sleep_forever()
+
+    error = await fail(HandshakeOwner(handshake_address=address, restart_grace=0.2), start)
+
+    assert (error.missing_engines, error.seconds) == ([0], 0.2)
+    assert "engine 0 sent garbage" in error.notes[0]
+    assert "max_model_len" in error.notes[0]
+
+
+async def test_engine_that_starts_again_in_time(context: ZmqContext, address: str) -> None:
+    async def start() -> None:
+        engine = RawEngine(context, address)
+        await engine.say_hello()
+        engine.die()
+        await trio.sleep(0.3)
+        await RawEngine(context, address).start()
+
+    mode = HandshakeOwner(handshake_address=address, restart_grace=LIMIT / 2)
+    assert await succeed(mode, start) == [0]
+
+
+async def test_limit_of_the_whole_startup(context: ZmqContext, address: str) -> None:
+    """Each message comes in time, all together do not."""
+
+    async def start() -> None:
+        for index in range(100):
+            await RawEngine(context, address, index).say_hello()
+            await trio.sleep(TICK / 5)
+
+    mode = HandshakeOwner(
+        handshake_address=address, engine_count=100, ready_timeout=LIMIT, startup_timeout=TICK
+    )
+    error = await fail(mode, start)
+
+    assert (error.phase, error.seconds) == ("HELLO", TICK)
+    assert len(error.missing_engines) > 90
+
+
+async def test_nobody_comes_to_a_tcp_port() -> None:
+    port = free_port()
+    mode = HandshakeOwner(handshake_address=f"tcp://127.0.0.1:{port}", ready_timeout=TICK)
+
+    error = await fail(mode, trio.sleep_forever)
+
+    assert error.notes == [
+        f"no engine has connected to tcp://127.0.0.1:{port} in 0.3 s; is it started with"
+        f" --data-parallel-rpc-port {port}? has it served another frontend before?"
+    ]
 
 
 async def test_garbage_wins_no_time(context: ZmqContext, address: str) -> None:

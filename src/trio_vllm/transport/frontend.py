@@ -33,7 +33,7 @@ from trio_vllm.transport.channels import (
     FollowerChannels,
     LeaderChannels,
 )
-from trio_vllm.transport.frontend_startup import Handshake, StartupRun
+from trio_vllm.transport.frontend_startup import Handshake, StartupLimits, StartupRun
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
 from trio_vllm.transport.zmq_monitor import ConnectionTable
 from trio_vllm.transport.zmq_socket import ZmqSocket
@@ -60,6 +60,11 @@ class HandshakeOwner:
     several commands: they must meet somewhere, see `HandshakeInit`."""
     ready_timeout: float = 600.0
     """Seconds that the next message of the startup may take; loading weights counts."""
+    startup_timeout: float = math.inf
+    """Seconds that the whole startup may take."""
+    restart_grace: float = 2.0
+    """Seconds that an engine which leaves during the startup, or registers with what cannot be
+    used, has to come again. For a supervisor that starts engines anew: what that takes."""
     heartbeat_timeout: float = math.inf
     """Seconds after which an engine that does not answer ZeroMQ's heartbeats counts as lost.
 
@@ -72,8 +77,7 @@ class HandshakeOwner:
     def __attrs_post_init__(self) -> None:
         _check_engines(0, self.engine_count, MAX_ENGINES)
         _check_settings(self.parallel_config)
-        _check_seconds("ready_timeout", self.ready_timeout)
-        _check_seconds("heartbeat_timeout", self.heartbeat_timeout)
+        _check_times(self)
 
     @property
     def engine_indices(self) -> range:
@@ -94,7 +98,7 @@ class HandshakeOwner:
             coordination, handshake = self._bind(sockets)
             run = StartupRun(
                 self.engine_indices,
-                timeout=self.ready_timeout,
+                _limits_of(self),
                 requests=sockets.requests,
                 connections=sockets.engines,
                 handshake=handshake,
@@ -161,14 +165,17 @@ class Bootstrapped:
     """Where the supervisor's coordinator publishes; an address that the engines tell comes first."""
     ready_timeout: float = 600.0
     """Seconds that the next registration may take."""
+    startup_timeout: float = math.inf
+    """Seconds that all registrations may take."""
+    restart_grace: float = 2.0
+    """See `HandshakeOwner.restart_grace`."""
     heartbeat_timeout: float = math.inf
     """See `HandshakeOwner.heartbeat_timeout`."""
 
     def __attrs_post_init__(self) -> None:
         size = MAX_ENGINES if self.data_parallel_size is None else self.data_parallel_size
         _check_engines(self.engine_start_index, self.engine_count, min(size, MAX_ENGINES))
-        _check_seconds("ready_timeout", self.ready_timeout)
-        _check_seconds("heartbeat_timeout", self.heartbeat_timeout)
+        _check_times(self)
 
     @property
     def engine_indices(self) -> range:
@@ -188,7 +195,7 @@ class Bootstrapped:
             sockets.outputs.bind(self.output_address, listener=self.output_listener)
             run = StartupRun(
                 self.engine_indices,
-                timeout=self.ready_timeout,
+                _limits_of(self),
                 requests=sockets.requests,
                 connections=sockets.engines,
             )
@@ -215,9 +222,19 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
         raise ConfigurationError(str(error)) from error
 
 
-def _check_seconds(name: str, seconds: float) -> None:
-    if not seconds > 0:
-        raise ConfigurationError(f"{name} must be a positive number of seconds, not {seconds}")
+def _check_times(mode: HandshakeOwner | Bootstrapped) -> None:
+    for name in ("ready_timeout", "startup_timeout", "restart_grace", "heartbeat_timeout"):
+        seconds = getattr(mode, name)
+        if not seconds > 0:
+            raise ConfigurationError(f"{name} must be a positive number of seconds, not {seconds}")
+
+
+def _limits_of(mode: HandshakeOwner | Bootstrapped) -> StartupLimits:
+    return StartupLimits(
+        message=mode.ready_timeout,
+        total=mode.startup_timeout,
+        restart_grace=mode.restart_grace,
+    )
 
 
 REQUEST_LINGER = 0.5

@@ -182,6 +182,12 @@ class ConnectionTable(trio.abc.ReceiveChannel[Disconnect]):
         self._is_closed = False
 
     @property
+    def connection_count(self) -> int:
+        """How many connections there have been."""
+        self.process_events()
+        return len(self._connections)
+
+    @property
     def idle_connections(self) -> int:
         """How many open connections no message has come by."""
         self.process_events()
