@@ -329,7 +329,7 @@ class _Sockets:
 
 @asynccontextmanager
 async def _open_sockets(heartbeat_timeout: float) -> AsyncIterator[_Sockets]:
-    async with open_context(io_threads=2) as context:
+    async with open_context() as context:
         yield _Sockets(context, {**KEEPALIVE, **_heartbeats(heartbeat_timeout)})
 
 

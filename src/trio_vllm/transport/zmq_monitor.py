@@ -21,6 +21,9 @@ EVENT_HEAD = struct.Struct("=HI")
 """An event's first frame: its number and its value. The second one is the address."""
 
 
+POLL_INTERVAL = 0.005
+"""Seconds between two looks whether a socket has ended, if another task waits for its events."""
+
 MAX_EVENTS = 10_000
 """Events taken at once; more than any socket has connections that change at a time."""
 
@@ -121,6 +124,17 @@ class PeerMonitor(trio.abc.ReceiveChannel[PeerEvent]):
         if len(events) < len(received):  # the watched socket was closed
             self.close()
         return events
+
+    async def wait_ended(self) -> None:
+        """Wait until the watched socket is closed and its last messages are out, or given up."""
+        await trio.lowlevel.checkpoint()
+        with suppress(trio.ClosedResourceError):
+            while True:
+                self.receive_pending()
+                try:
+                    await self.wait_pending()
+                except trio.BusyResourceError:  # the other task may be the one that sees the end
+                    await trio.sleep(POLL_INTERVAL)
 
     def close(self) -> None:
         """Watch no longer; idempotent."""
