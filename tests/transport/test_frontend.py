@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import socket as stdlib_socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -644,7 +645,6 @@ async def test_input_address_in_use(tmp_path: Path) -> None:
         HandshakeOwner(handshake_address="tcp://127.0.0.1"),
         HandshakeOwner(handshake_address="tcp://192.0.2.1:1"),
         HandshakeOwner(handshake_address="tcp://127.0.0.1:0", host="192.0.2.1"),
-        HandshakeOwner(handshake_address="tcp://127.0.0.1:0", host=""),
         HandshakeOwner(handshake_address="tcp://127.0.0.1:0", host="127.0.0.1:80"),
         HandshakeOwner(handshake_address="tcp://127.0.0.1:0", output_address="udp://x"),
         Bootstrapped(input_address="tcp://127.0.0.1:0", output_address="x"),
@@ -709,6 +709,53 @@ def test_range_of_engines(start: int, count: int, size: int | None, is_possible:
             make()
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", "*", "", "0"])
+def test_wildcard_is_not_told_to_engines(host: str) -> None:
+    with pytest.raises(ConfigurationError, match="no address that engines could connect to"):
+        HandshakeOwner(handshake_address="tcp://127.0.0.1:1", host=host)
+
+
+@pytest.mark.parametrize("name", ["input_address", "output_address"])
+@pytest.mark.parametrize("address", ["tcp://0.0.0.0:5", "tcp://[::]:5", "tcp://*:5"])
+def test_wildcard_address_is_not_told_to_engines(name: str, address: str) -> None:
+    with pytest.raises(ConfigurationError, match="none that engines could connect to"):
+        HandshakeOwner(handshake_address="tcp://127.0.0.1:1", **{name: address})  # type: ignore[arg-type]
+
+
+async def test_listening_everywhere(engine: RawEngine, address: str) -> None:
+    """The engines are told of one interface."""
+    mode = HandshakeOwner(handshake_address=address, host="127.0.0.1", bind_host="0.0.0.0")
+    with trio.fail_after(LIMIT):
+        async with beside(engine.start), mode.connect() as links:
+            assert links.input_address.startswith("tcp://127.0.0.1:")
+            assert links.output_address.startswith("tcp://127.0.0.1:")
+            await check_links(links, engine)
+
+
+@pytest.mark.parametrize("kind", ["closed", "file", "not listening", "other family"])
+async def test_listener_that_is_none(tmp_path: Path, kind: str) -> None:
+    """ØMQ would abort the process."""
+    with stdlib_socket.socket() as quiet, stdlib_socket.socket(stdlib_socket.AF_UNIX) as unix:
+        unix.bind(f"{tmp_path}/other")
+        unix.listen()
+        file = os.open(os.devnull, os.O_RDONLY)
+        descriptor = {
+            "closed": 9999,
+            "file": file,
+            "not listening": quiet.fileno(),
+            "other family": unix.fileno(),
+        }[kind]
+        mode = Bootstrapped(
+            input_address="tcp://127.0.0.1:5555",
+            output_address=f"ipc://{tmp_path}/out",
+            input_listener=descriptor,
+        )
+        with pytest.raises(ConfigurationError, match=f"descriptor {descriptor}"):
+            async with mode.connect():
+                raise AssertionError("it did not fail")
+        os.close(file)
+
+
 # Leaving ----------------------------------------------------------------------------------------
 
 
@@ -759,8 +806,15 @@ async def test_leaving_does_not_wait_for_a_dead_engine(
     assert trio.current_time() - begin < LIMIT / 2
 
 
+def resident_bytes() -> int:
+    """Memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+@pytest.mark.parametrize(("size", "frames"), [(1_000_000, 1), (1_000_000, 100), (60_000, 20)])
 async def test_what_nobody_reads_does_not_pile_up(
-    context: ZmqContext, engine: RawEngine, address: str
+    context: ZmqContext, engine: RawEngine, address: str, size: int, frames: int
 ) -> None:
     """After the startup an engine has nothing to say on the input socket, and a stranger never."""
     stranger = context.socket(SocketType.DEALER, send_high_water_mark=1)
@@ -770,13 +824,12 @@ async def test_what_nobody_reads_does_not_pile_up(
             HandshakeOwner(handshake_address=address).connect() as links,
         ):
             stranger.connect(links.input_address)
-            sent = 0
+            before = resident_bytes()
             with trio.move_on_after(TICK):
-                while sent < 500:
-                    await stranger.send([bytes(1_000_000)])
-                    sent += 1
+                for _ in range(500):
+                    await stranger.send([bytes(size)] * frames)
 
-            assert 1 <= sent < 100
+            assert resident_bytes() - before < 100_000_000
             await check_links(links, engine)
 
 

@@ -43,9 +43,9 @@ def _has_room(count: int, limit: int) -> bool:
     if limit == resource.RLIM_INFINITY:
         return True
     # Counting what is open takes long where much is. The lowest free number is always given first, so
-    # if this one is free, so are all from there on, or as many below.
-    first = limit - count
-    return (first > 2 and not _is_open(first)) or _free(limit) >= count
+    # these are free if no others are.
+    highest = range(limit - count, limit)
+    return (highest.start > 2 and not any(map(_is_open, highest))) or _free(limit) >= count
 
 
 def _is_open(descriptor: int) -> bool:

@@ -7,7 +7,7 @@ Mirrors ``vllm/v1/engine/core.py`` (``startup_handshake``, ``process_input_socke
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TypeVar
@@ -35,11 +35,16 @@ from trio_vllm.transport.channels import (
     FrontendChannels,
     FrontendDisconnect,
 )
-from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
+from trio_vllm.transport.descriptors import PER_SOCKET
+from trio_vllm.transport.zmq_context import SocketType, ZmqContext, heartbeat_options, open_context
 from trio_vllm.transport.zmq_monitor import OutgoingConnection, set_linger
 from trio_vllm.transport.zmq_socket import ZmqSocket
 
 T = TypeVar("T")
+
+DESCRIPTORS_PER_ENGINE = 2 * (PER_SOCKET + 1)
+"""File descriptors of an engine that has joined a frontend of one client: two connections, and the
+sockets that they belong to."""
 
 READY_LINGER = 1.0
 OUTPUT_LINGER = 4.0
@@ -53,6 +58,7 @@ async def join_frontend(
     engine_index: int,
     ready_response: Callable[[HandshakeInit], EngineCoreReadyResponse],
     timeout: float = math.inf,
+    heartbeat_timeout: float = math.inf,
     output_high_water_mark: int = 0,
 ) -> AsyncIterator[FrontendChannels]:
     """Report to a frontend as one engine; the block's value is the way to it.
@@ -62,6 +68,8 @@ async def join_frontend(
       engine_index: Which engine we are.
       ready_response: What to tell of ourselves, given the frontend's INIT.
       timeout: Seconds that each answer of the frontend may take.
+      heartbeat_timeout: Seconds after which a client or a coordinator that does not answer ZeroMQ's
+        heartbeats counts as gone.
       output_high_water_mark: Outputs that a client may be behind before sending waits; 0 is any
         number, as upstream has it.
 
@@ -73,7 +81,8 @@ async def join_frontend(
     client is gone.
     """
     async with open_context() as context:
-        joining = _Joining(context, EngineId.of(engine_index), timeout)
+        heartbeats = heartbeat_options(heartbeat_timeout)
+        joining = _Joining(context, EngineId.of(engine_index), timeout, heartbeats)
         handshake = joining.report_to(handshake_address)
         init = await joining.receive_init()
         joining.register(init.addresses.inputs, encode_ready_response(ready_response(init)))
@@ -93,7 +102,14 @@ async def join_frontend(
 class _Joining:
     """The steps of an engine's startup, in order."""
 
-    def __init__(self, context: ZmqContext, engine_id: EngineId, timeout: float) -> None:
+    def __init__(
+        self,
+        context: ZmqContext,
+        engine_id: EngineId,
+        timeout: float,
+        options: Mapping[int, int | bytes],
+    ) -> None:
+        self._options = options
         self._context = context
         self._engine_id = engine_id
         self._timeout = timeout
@@ -144,6 +160,7 @@ class _Joining:
 
     def _connect(self, socket: ZmqSocket, address: str) -> OutgoingConnection:
         connection = OutgoingConnection(address, self._context.open_monitor(socket))
+        socket.set_options(self._options)
         try:
             socket.connect(address)
         except ConfigurationError as error:

@@ -23,7 +23,7 @@ from trio_vllm.transport.descriptors import PER_CONTEXT, PER_SOCKET, require_des
 from trio_vllm.transport.zmq_monitor import WATCHED_EVENTS, ConnectionTable, PeerMonitor
 from trio_vllm.transport.zmq_socket import SendBudget, ZmqSocket, translate_error
 
-__all__ = ["SocketType", "ZmqContext", "open_context"]
+__all__ = ["SocketType", "ZmqContext", "heartbeat_options", "open_context"]
 
 IO_THREADS = 2
 """Threads that ØMQ uses for the network; each is good for about 1 GB/s."""
@@ -207,3 +207,11 @@ async def open_context(
         yield context
     finally:
         await context.aclose()
+
+
+def heartbeat_options(timeout: float) -> dict[int, int | bytes]:
+    """Give the options that break a connection whose peer is silent for so many seconds."""
+    if timeout == math.inf:
+        return {}
+    half = max(round(timeout * 500), 1)  # milliseconds: of sending one, and of waiting for it
+    return {zmq.HEARTBEAT_IVL: half, zmq.HEARTBEAT_TIMEOUT: half}

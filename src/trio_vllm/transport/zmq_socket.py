@@ -14,6 +14,7 @@ A message is taken, or handed over, in one synchronous step, after which nothing
 from __future__ import annotations
 
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Protocol, TypeVar
@@ -23,7 +24,7 @@ import trio
 import zmq
 
 from trio_vllm.errors import AddressInUseError, ConfigurationError, PeerGoneError
-from trio_vllm.transport.address import parse_endpoint
+from trio_vllm.transport.address import SocketFile, check_listener, parse_endpoint, prepare_path
 from trio_vllm.transport.channels import Frames, Received
 
 POLL_INTERVAL = 0.005
@@ -109,6 +110,7 @@ class ZmqSocket:
         self._budget = budget
         self._descriptor: int = raw.FD
         self._labels: ConnectionLabels | None = None
+        self._file: SocketFile | None = None
         self._waiting: dict[int, trio.CancelScope] = {}
         self._descriptor_is_watched = False
         self.address = ""
@@ -118,16 +120,24 @@ class ZmqSocket:
         """Listen, and return the address with the port that was chosen.
 
         Args:
-          address: ``tcp://host:port`` or ``ipc://path``. Port 0 lets the system choose one. A file
-            that is already at the path is replaced.
+          address: ``tcp://host:port`` or ``ipc://path``. Port 0 lets the system choose one. The
+            path is that of a socket which only this user may connect to, and which is removed at
+            the end.
           listener: A descriptor that already listens there, inherited from a supervisor. It belongs
             to the socket from now on.
 
         Raises:
-          AddressInUseError: Somebody else listens there.
-          ConfigurationError: The address has a wrong form or is not ours.
+          AddressInUseError: Another socket listens there.
+          ConfigurationError: The address has a wrong form or is not ours, there is a file that is no
+            socket, or ``listener`` does not listen.
         """
         endpoint = parse_endpoint(address, port_required=False)
+        if listener is not None:
+            check_listener(listener, address)
+        elif address.startswith("ipc://"):
+            prepare_path(address)
+        # ØMQ makes the file of a socket with the rights of any file.
+        mask = os.umask(0o077)
         try:
             self._raw.setsockopt(zmq.IPV6, endpoint.is_ipv6)
             self._raw.setsockopt(zmq.ZAP_DOMAIN, REFUSE_ZMTP_1_2)
@@ -138,7 +148,11 @@ class ZmqSocket:
             if error.errno == zmq.EADDRINUSE:
                 raise AddressInUseError(address) from error
             raise translate_error(error, f"cannot listen on {address}") from error
+        finally:
+            os.umask(mask)
         self.address = self._raw.get_string(zmq.LAST_ENDPOINT)
+        if self.address.startswith("ipc://") and listener is None:
+            self._file = SocketFile.at(self.address)
         return self.address
 
     def connect(self, address: str) -> None:
@@ -164,6 +178,8 @@ class ZmqSocket:
             return
         trio.lowlevel.notify_closing(self._descriptor)
         self._raw.close()
+        if self._file is not None:
+            self._file.remove()
 
     def set_options(self, options: Mapping[int, int | bytes]) -> None:
         """Set ØMQ's own options; for `ZmqContext`, before the socket is bound or connected."""
