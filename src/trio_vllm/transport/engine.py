@@ -85,18 +85,43 @@ async def join_frontend(
         joining = _Joining(context, EngineId.of(engine_index), timeout, heartbeats)
         handshake = joining.report_to(handshake_address)
         init = await joining.receive_init()
-        joining.register(init.addresses.inputs, encode_ready_response(ready_response(init)))
-        joining.open_outputs(init.addresses.outputs, output_high_water_mark)
-        coordinator = await joining.wait_coordinator_ready(init.addresses)
-        set_linger(handshake, READY_LINGER)
-        handshake.send_nowait([encode_report(HandshakeReport(status=HandshakeStatus.READY))])
-        await joining.wait_registered()
-        handshake.close()
+        async with _registering(init.addresses):
+            joining.register(init.addresses.inputs, encode_ready_response(ready_response(init)))
+            joining.open_outputs(init.addresses.outputs, output_high_water_mark)
+            coordinator = await joining.wait_coordinator_ready(init.addresses)
+            set_linger(handshake, READY_LINGER)
+            handshake.send_nowait([encode_report(HandshakeReport(status=HandshakeStatus.READY))])
+            await joining.wait_registered()
+            handshake.close()
         try:
             async with joining.disconnects() as disconnects:
                 yield FrontendChannels(joining.inputs, joining.outputs, disconnects, coordinator)
         finally:
             joining.skip_linger_of_lost_clients()
+
+
+REGISTERING_AT_ONCE = 256
+"""Engines of one process that may have the connections of the handshake and the others at a time."""
+
+_slots: trio.lowlevel.RunVar[trio.Semaphore] = trio.lowlevel.RunVar("registration slots")
+
+
+@asynccontextmanager
+async def _registering(addresses: EngineAddresses) -> AsyncIterator[None]:
+    """Let only some engines register at a time: each needs more descriptors meanwhile than after.
+
+    Not if there is a coordinator, where each waits for all others.
+    """
+    if addresses.coordinator_input is not None:
+        await trio.lowlevel.checkpoint()
+        yield
+        return
+    try:
+        slots = _slots.get()
+    except LookupError:
+        _slots.set(slots := trio.Semaphore(REGISTERING_AT_ONCE))
+    async with slots:
+        yield
 
 
 class _Joining:

@@ -30,6 +30,11 @@ from trio_vllm.transport.zmq_socket import ZmqSocket
 _log = logging.getLogger("trio_vllm.transport")
 
 
+BATCH = 64
+"""Messages taken between two looks at how far the startup has come, which takes long with many
+engines."""
+
+
 @attrs.frozen(kw_only=True)
 class StartupLimits:
     """How long a startup may take, in seconds."""
@@ -172,14 +177,14 @@ class StartupRun:
         assert self._handshake is not None
         handshake, connections = self._handshake.socket, self._handshake.connections
         while True:
-            ((frames, connection),) = await handshake.receive_batch(1)
-            engine_id = self._machine.receive_report(frames)
-            if engine_id is not None:
-                connections.identify(connection, engine_id.engine_index)
-                self._restart_deadlines.pop(engine_id.engine_index, None)
-                # The disconnect of an engine that left in the meantime is told as well.
-                with suppress(PeerGoneError):
-                    handshake.send_nowait([engine_id, self._handshake.init])
+            for frames, connection in await handshake.receive_batch(BATCH):
+                engine_id = self._machine.receive_report(frames)
+                self._restart_deadlines.pop(_sender(frames), None)
+                if engine_id is not None:
+                    connections.identify(connection, engine_id.engine_index)
+                    # The disconnect of an engine that left in the meantime is told as well.
+                    with suppress(PeerGoneError):
+                        handshake.send_nowait([engine_id, self._handshake.init])
             self._update_progress()
 
     async def _watch_handshakes(self) -> None:
@@ -212,13 +217,13 @@ class StartupRun:
     async def _take_registrations(self) -> None:
         """Task: read the input socket."""
         while True:
-            ((frames, connection),) = await self._requests.receive_batch(1)
-            engine_index = self._machine.receive_registration(frames)
-            if engine_index is not None:
-                self._connections.identify(connection, engine_index)
-                self._restart_deadlines.pop(engine_index, None)
-            elif (engine_index := _sender(frames)) in self._machine.missing(Phase.REGISTRATION):
-                self._expect_restart(engine_index)
+            for frames, connection in await self._requests.receive_batch(BATCH):
+                engine_index = self._machine.receive_registration(frames)
+                if engine_index is not None:
+                    self._connections.identify(connection, engine_index)
+                    self._restart_deadlines.pop(engine_index, None)
+                elif (sender := _sender(frames)) in self._machine.missing(Phase.REGISTRATION):
+                    self._expect_restart(sender)
             self._update_progress()
 
     async def _take_disconnects(self) -> None:
@@ -257,12 +262,12 @@ class StartupRun:
         self._waker.wake()
 
 
-def _sender(frames: Frames) -> int | None:
-    """Which engine a message names as its sender."""
+def _sender(frames: Frames) -> int:
+    """Which engine a message names as its sender; -1 if none."""
     try:
         return EngineId(frames[0]).engine_index
     except DecodeError:
-        return None
+        return -1
 
 
 def _describe_connections(name: str, connections: ConnectionTable) -> list[str]:
