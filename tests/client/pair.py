@@ -26,12 +26,17 @@ async def serve(
     """Let a mock engine answer, for ever; it makes a step whenever nothing else is to be done."""
     task_status.started()
     while True:
-        if mock.has_work:
+        if has_work(mock):
             await trio.lowlevel.checkpoint()
         else:
             relay(engine, mock.handle(await engine.inbox.receive(), trio.current_time()))
         take(engine, mock)
         step(engine, mock)
+
+
+def has_work(mock: MockEngine) -> bool:
+    """Whether a mock engine would make a step without another message."""
+    return mock.next_step_time(trio.current_time()) is not None
 
 
 def take(engine: Engine, mock: MockEngine) -> None:
@@ -46,7 +51,7 @@ def take(engine: Engine, mock: MockEngine) -> None:
 
 def step(engine: Engine, mock: MockEngine) -> None:
     """Let a mock engine make a step, if it has work."""
-    if mock.has_work:
+    if has_work(mock):
         relay(engine, mock.step(trio.current_time()))
 
 
@@ -75,7 +80,7 @@ def expected_tokens(mock: MockEngine, request: EngineCoreRequest) -> list[int]:
     twin = MockEngine(mock.config, mock.engine_index)
     token_ids: list[int] = []
     outgoing = twin.handle([bytes(frame) for frame in encode_add(request)], 1.0)
-    while outgoing or twin.has_work:
+    while outgoing or twin.next_step_time(1.0) is not None:
         for _, frames in outgoing:
             outputs = decode_outputs([bytes(frame) for frame in frames])
             assert isinstance(outputs, RequestBatchOutputs)

@@ -112,7 +112,7 @@ def test_large_arrays_travel_in_frames_of_their_own() -> None:
     driver.add("b", 1, params={"logprobs": 100, "prompt_logprobs": 2}, prompt_token_ids=[8] * 99)
     driver.add("c", 1)
     ((_, frames),) = driver.engine.step(driver.now)
-    driver._keep([(0, frames)])
+    driver.keep([(0, frames)])
 
     assert len(frames) == 11  # ids and values of both kinds for both, and ranks of both prompts
     for request_id, token in (("a", 9), ("b", 8)):

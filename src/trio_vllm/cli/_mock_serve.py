@@ -39,15 +39,15 @@ def _config(options: MockOptions) -> MockEngineConfig:
         max_loras=options.max_loras,
         supported_tasks=tuple(options.supported_tasks.split(",")),
         lockstep=options.lockstep,
+        step_interval=options.step_interval,
     )
 
 
 def _serve_options(options: MockOptions) -> ServeOptions:
     return ServeOptions(
         handshake_address=options.handshake_address,
-        start_index=options.engine_start_index,
+        engine_start_index=options.engine_start_index,
         engine_count=options.engine_count,
-        step_interval=options.step_interval,
         reconnect=options.reconnect,
         startup_timeout=math.inf if options.startup_timeout is None else options.startup_timeout,
         shutdown_timeout=options.shutdown_timeout,

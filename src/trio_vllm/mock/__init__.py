@@ -1,8 +1,8 @@
-"""The other side: engine cores without a model, to put behind any vLLM frontend."""
+"""Engine cores without a model, to put behind any vLLM frontend."""
 
-from trio_vllm.mock.config import MockEngineConfig
+from trio_vllm.mock.config import MockEngineConfig, ServeOptions
 from trio_vllm.mock.encoding import COORDINATOR
-from trio_vllm.mock.engine import MockEngine
+from trio_vllm.mock.engine import MockEngine, ready_response
 from trio_vllm.mock.events import (
     MessageIgnored,
     RequestFinished,
@@ -10,7 +10,7 @@ from trio_vllm.mock.events import (
     RequestStarted,
     Summary,
 )
-from trio_vllm.mock.serve import ServeOptions, serve_mock_engines
+from trio_vllm.mock.serve import serve_mock_engines
 
 __all__ = [
     "COORDINATOR",
@@ -22,5 +22,6 @@ __all__ = [
     "RequestStarted",
     "ServeOptions",
     "Summary",
+    "ready_response",
     "serve_mock_engines",
 ]
