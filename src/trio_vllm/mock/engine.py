@@ -558,13 +558,15 @@ class MockEngine:
         if self._is_steady:
             messages = self._scheduler.steady_step(self._template, now)
             if messages is not None:
-                self._clock.stepped(now)
+                if self._clock.interval:
+                    self._clock.stepped(now)
                 return messages
         builders: defaultdict[int, MessageBuilder] = defaultdict(MessageBuilder)
         replies: list[Outgoing] = []
         if self._control.pause.is_stepping:
             replies = self._step_requests(builders, now)
-        self._name_silently_finished(builders)
+        if self._silently_finished:
+            self._name_silently_finished(builders)
         messages = self._messages_of(builders, now)
         messages += replies
         if self._control.has_deferred and not self.counts[0]:
@@ -572,7 +574,8 @@ class MockEngine:
                 self._replies.utility(client_index, output, now)
                 for client_index, output in self._control.pop_overdue()
             ]
-        messages += self._report_to_coordinator(now)
+        if self._has_coordinator:
+            messages += self._report_to_coordinator(now)
         if builders or self.counts[0]:
             self._clock.stepped(now)
         self._settle()

@@ -9,7 +9,6 @@ into one message. Nothing is done per row, let alone per token, in Python.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -270,16 +269,10 @@ class ClientBatch:
         self.step_count = 0
         self.tokens_made = 0
         self._tokens_per_step = 0
-
-    @property
-    def count(self) -> int:
+        self.count = 0
         """How many requests there are."""
-        return len(self._members)
-
-    @property
-    def size(self) -> int:
+        self.size = 0
         """Bytes of all rows."""
-        return sum(block.size for block in self._occupied)
 
     def forget_message(self) -> None:
         """Make the next steady message anew."""
@@ -323,7 +316,7 @@ class ClientBatch:
 
     # Any step -----------------------------------------------------------------------------------
 
-    def step(self, joining: Iterable[Request], builder: MessageBuilder) -> list[Request]:
+    def step(self, joining: Sequence[Request], builder: MessageBuilder) -> list[Request]:
         """Make a step; gives the requests that have finished."""
         self.step_count += 1
         for block in self._occupied:
@@ -333,8 +326,10 @@ class ClientBatch:
             if block.count:
                 builder.add(block.view(), block.count)
                 self.tokens_made += block.count * self._chunk_size
-        finished += self._join(joining, builder)
-        self._tidy()
+        if joining:
+            finished += self._join(joining, builder)
+        if joining or finished:
+            self._tidy()
         return finished
 
     def _finish(self, builder: MessageBuilder) -> list[Request]:
@@ -416,6 +411,8 @@ class ClientBatch:
     def _tidy(self) -> None:
         """Find the blocks in use, after a change, and give up those that are too many."""
         self._occupied = [block for block in self._blocks.values() if block.count]
+        self.count = len(self._members)
+        self.size = sum([block.size for block in self._occupied])
         self._tokens_per_step = self.count * self._chunk_size
         self._steady = None
         if len(self._blocks) - len(self._occupied) > SPARE_BLOCKS:
@@ -479,19 +476,17 @@ class FastBatch:
         ]
 
     def step(
-        self, joining: Iterable[Request], builder_for: Callable[[int], MessageBuilder]
+        self, joining: Sequence[Request], builder_for: Callable[[int], MessageBuilder]
     ) -> list[Request]:
         """Make the next step; gives the requests that have finished."""
         by_client: dict[int, list[Request]] = {index: [] for index, _ in self._active}
         for request in joining:
             by_client.setdefault(request.client_index, []).append(request)
-        finished = list(
-            itertools.chain.from_iterable(
-                self._clients[index].step(requests, builder_for(index))
-                for index, requests in by_client.items()
-            )
-        )
-        self._tidy()
+        finished: list[Request] = []
+        for index, requests in by_client.items():
+            finished += self._clients[index].step(requests, builder_for(index))
+        if joining or finished:
+            self._tidy()
         return finished
 
     def remove(self, request: Request) -> None:
@@ -505,14 +500,15 @@ class FastBatch:
         self._tidy()
 
     def _tidy(self) -> None:
-        self._active = [
-            (index, client)
-            for index, client in enumerate(self._clients)
-            if client.count and index not in self._held
-        ]
-        self._size = sum(client.size for _, client in self._active)
-        self.active_count = sum(client.count for _, client in self._active)
-        self.count = sum(client.count for client in self._clients)
+        self._active = []
+        self._size = self.active_count = self.count = 0
+        for index, client in enumerate(self._clients):
+            count = client.count
+            self.count += count
+            if count and index not in self._held:
+                self._active.append((index, client))
+                self._size += client.size
+                self.active_count += count
 
     def forget_messages(self) -> None:
         """Use another template from now on."""

@@ -43,9 +43,8 @@ class StepClock:
 
     def stepped(self, now: float) -> None:
         """A step was made."""
-        if self.interval:
-            # After a stop of the whole process there is no burst of steps.
-            self._next = max(self._next, now - MAX_LAG) + self.interval
+        # After a stop of the whole process there is no burst of steps.
+        self._next = max(self._next, now - MAX_LAG) + self.interval
 
 
 class Scheduler:
@@ -160,9 +159,8 @@ class Scheduler:
             started: list[Request] = []
             finished = self._plain.step((), builder_for)
         else:
-            started = self._start(now) if admit else []
-            fast = [r for r in started if r.request_id not in self._on_plain_path]
-            plain = [r for r in started if r.request_id in self._on_plain_path]
+            started = self._startable() if admit and self._waiting else []
+            fast, plain = self._start(started, now)
             finished = self._fast.step(fast, builder_for)
             if plain or self._plain.count:
                 finished += self._plain.step(plain, builder_for)
@@ -171,14 +169,19 @@ class Scheduler:
             self._on_plain_path.discard(request.request_id)
         return started, finished
 
-    def _start(self, now: float) -> list[Request]:
-        started = self._startable()
+    def _start(self, started: list[Request], now: float) -> tuple[list[Request], list[Request]]:
+        """Send waiting requests along the fast path and the plain path."""
+        fast: list[Request] = []
+        plain: list[Request] = []
         for request in started:
             del self._waiting[request.request_id]
             request.note(EventType.SCHEDULED, now)
-            if not (self._fast_path and self._fast.accepts(request)):
+            if self._fast_path and self._fast.accepts(request):
+                fast.append(request)
+            else:
+                plain.append(request)
                 self._on_plain_path.add(request.request_id)
-        return started
+        return fast, plain
 
     def _startable(self) -> list[Request]:
         waiting = self._waiting.values()
