@@ -1,4 +1,4 @@
-"""Messages of every kind, for ``peers_vllm_types.py``: what they say and how we write and read them."""
+"""Messages of every kind, for ``peers/wire_types.py``: what they say and how we write and read them."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from trio_vllm.protocol import (
     encode_start_dp_wave,
     encode_utility,
 )
-from wire_outputs import INIT, READY, outputs
-from wire_requests import requests
+from wire.outputs import INIT, REGISTRATION, outputs
+from wire.requests import requests
 
 Frames = list[bytes]
 
@@ -59,7 +59,11 @@ def cases() -> Iterator[Case]:
     for name, value in outputs().items():
         yield Case(name, "outputs", value, framed(encode_outputs(value), 0), decode_outputs)
     yield Case(
-        "registration", "ready", READY, [encode_ready_response(READY)], first(decode_ready_response)
+        "registration",
+        "ready",
+        REGISTRATION,
+        [encode_ready_response(REGISTRATION)],
+        first(decode_ready_response),
     )
     for init in (INIT, attrs.evolve(INIT, parallel_config={"a": 1, "b": "c", "d": [1, 2]})):
         yield Case("init", "init", init, [encode_init(init)], first(decode_init))

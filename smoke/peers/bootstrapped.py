@@ -16,10 +16,10 @@ import ormsgpack
 import trio
 import zmq
 
-from peers import free_port, provision
-from peers_lockstep import engines, generate, make_lockstep_model
+from harness import free_port, generate, headless_engine, make_lockstep_model, ok
 from processes import Process, running
-from trio_vllm import Bootstrapped, open_client
+from provision import Peers
+from trio_vllm import Bootstrapped, open_llm
 
 COORDINATOR = """
 import sys
@@ -27,15 +27,17 @@ from vllm.v1.engine.coordinator import DPCoordinatorProc
 DPCoordinatorProc.run_coordinator(2, *sys.argv[1:4])
 """
 
+TWO = ("--data-parallel-size", "2", "--data-parallel-size-local", "2")
+
 HANDSHAKE_LIMIT = 240_000
 """Milliseconds for each message of the engines; they load a model meanwhile."""
 
 
-def main() -> None:
+def main(peers: Peers) -> None:
     """Run everything."""
     with tempfile.TemporaryDirectory() as name, listener() as inputs, listener() as outputs:
         folder, port = Path(name), free_port()
-        model = make_lockstep_model(folder)
+        model = make_lockstep_model(peers, folder)
         addresses: dict[str, object] = {
             "inputs": [tcp_address(inputs)],
             "outputs": [tcp_address(outputs)],
@@ -53,8 +55,8 @@ def main() -> None:
             ready_timeout=300,
         )
         with (
-            coordinator(folder),
-            engines(model, port, [("--data-parallel-size-local", "2")]),
+            coordinator(peers, folder),
+            headless_engine(peers, port, *TWO, model=model),
         ):
             trio.run(check, mode, port, addresses)
 
@@ -71,11 +73,12 @@ def tcp_address(server: socket.socket) -> str:
     return f"tcp://127.0.0.1:{server.getsockname()[1]}"
 
 
-def coordinator(folder: Path) -> AbstractContextManager[Process]:
+def coordinator(peers: Peers, folder: Path) -> AbstractContextManager[Process]:
     """Run vLLM's coordinator."""
     names = ("stats", "notices", "broadcasts")
     places = [f"ipc://{folder}/{name}" for name in names]
-    return running("vLLM's coordinator", [provision().python, "-c", COORDINATOR, *places])
+    command = [str(peers.python), "-c", COORDINATOR, *places]
+    return running("vLLM's coordinator", command, environment=peers.environment)
 
 
 def supervise(port: int, addresses: dict[str, object]) -> None:
@@ -102,20 +105,17 @@ async def check(mode: Bootstrapped, port: int, addresses: dict[str, object]) -> 
     """Begin waves at either engine."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(trio.to_thread.run_sync, supervise, port, addresses)
-        async with open_client(mode) as client:
+        async with open_llm(mode) as llm:
+            client = llm.client
             assert client.input_address == mode.input_address
             told = {r.dp_stats_address for r in client.fleet.ready_responses.values()}
             assert told == {addresses["frontend_stats_publish_address"]}, told
             for number, rank in enumerate([0, 1, 1, 0, 1]):
-                await generate(client, f"alone {number}", rank)
+                await generate(llm, 20, rank=rank)
                 if number % 2:
                     await trio.sleep(1)  # in which the wave ends
             async with trio.open_nursery() as requests:
-                for number in range(16):
-                    requests.start_soon(generate, client, f"together {number}")
+                for _ in range(16):
+                    requests.start_soon(generate, llm, 20)
             assert client.is_healthy
-    print("followed vLLM's coordinator: ok")
-
-
-if __name__ == "__main__":
-    main()
+    ok("followed vLLM's coordinator")

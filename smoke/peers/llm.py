@@ -14,8 +14,9 @@ from typing import Any
 
 import trio
 
-from peers import VLLM_ENVIRONMENT, Peers, free_port, headless_engine, provision
+from harness import CONTEXT, PATIENCE, free_port, generate, headless_engine, ok, owner
 from processes import Process, running
+from provision import Peers
 from trio_vllm import (
     EncodeRequest,
     FinishReason,
@@ -26,32 +27,35 @@ from trio_vllm import (
     Logprobs,
     LoRARequest,
     PoolingParams,
-    SamplingParams,
     StructuredOutputsParams,
     UnsupportedFieldError,
     UtilityCallFailedError,
     open_llm,
 )
 
-CONTEXT = 512
-"""Tokens that fit the engine's context; see `headless_engine`."""
-
 PROMPT = [(7 * number + 11) % 250 for number in range(40)]
 
-MEASURED = {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2, "max_tokens": 8}
+MEASURED: dict[str, Any] = {
+    "temperature": 0.0,
+    "logprobs": 3,
+    "prompt_logprobs": 2,
+    "max_tokens": 8,
+}
 
 ADAPTER = LoRARequest(lora_name="adapter", lora_int_id=1, lora_path="/nowhere")
 
-PATIENCE = 60.0
-"""Seconds that anything may take once an engine is there."""
 
-
-async def main() -> None:
+def main(peers: Peers) -> None:
     """Generate with one engine, pool with another one."""
-    peers = provision()
-    with running_reference(peers) as (reference, result), engine() as mode:
+    trio.run(check_generation, peers)
+    trio.run(check_pooling, peers)
+
+
+async def check_generation(peers: Peers) -> None:
+    """Complete prompts in all ways, while vLLM's own frontend completes one of them."""
+    with running_reference(peers) as (reference, result), engine(peers) as mode:
         async with open_llm(mode) as llm:
-            ours = await generate(llm, PROMPT, **MEASURED)
+            ours = await generate(llm, prompt=PROMPT, **MEASURED)
             await obey_structure(llm, peers.model)
             await refuse_adapters(llm)
             await repeat_completions(llm)
@@ -59,26 +63,22 @@ async def main() -> None:
             await fill_context(llm)
             assert llm.client.is_healthy
         compare(ours, await trio.to_thread.run_sync(read, reference, result))
-    with engine("--runner", "pooling") as mode:
+
+
+async def check_pooling(peers: Peers) -> None:
+    """Embed."""
+    with engine(peers, "--runner", "pooling") as mode:
         async with open_llm(mode) as llm:
             await pool(llm, peers.model)
             assert llm.client.is_healthy
 
 
 @contextlib.contextmanager
-def engine(*args: str) -> Iterator[HandshakeOwner]:
+def engine(peers: Peers, *args: str) -> Iterator[HandshakeOwner]:
     """Run an engine; gives how to meet it."""
     port = free_port()
-    with headless_engine(port, *args):
-        yield HandshakeOwner(handshake_address=f"tcp://127.0.0.1:{port}", ready_timeout=240)
-
-
-async def generate(llm: Llm, prompt: list[int], **params: Any) -> GenerateOutput:
-    """Complete a prompt."""
-    with trio.fail_after(PATIENCE):
-        return await llm.generate(
-            GenerateRequest(prompt_token_ids=prompt, sampling_params=SamplingParams(**params))
-        )
+    with headless_engine(peers, port, *args):
+        yield owner(port)
 
 
 # Logprobs ---------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def running_reference(peers: Peers) -> Iterator[tuple[Process, Path]]:
         request, result = Path(folder, "request.json"), Path(folder, "result.json")
         request.write_text(json.dumps({"prompt_token_ids": PROMPT, **MEASURED}))
         command = [peers.python, script, peers.model, request, result]
-        with running("vLLM's AsyncLLM", command, environment=VLLM_ENVIRONMENT) as process:
+        with running("vLLM's AsyncLLM", command, environment=peers.environment) as process:
             yield process, result
 
 
@@ -115,7 +115,7 @@ def compare(ours: GenerateOutput, theirs: dict[str, Any]) -> None:
     assert sample == theirs["logprobs"], (sample, theirs["logprobs"])
     assert prompt == theirs["prompt_logprobs"], (prompt, theirs["prompt_logprobs"])
     candidates = sum(map(len, sample)) + sum(len(position or ()) for position in prompt)
-    print(f"ok {candidates} logprobs and ranks are those of AsyncLLM, such as {sample[0]}")
+    ok(f"{candidates} logprobs and ranks are those of AsyncLLM, such as {sample[0]}")
 
 
 def plain(logprobs: Logprobs) -> list[dict[str, list[float]]]:
@@ -137,7 +137,7 @@ async def obey_structure(llm: Llm, model: Path) -> None:
     for backend in (None, "xgrammar"):
         constraint = StructuredOutputsParams(regex="[0-9]{4}", backend=backend)
         output = await generate(
-            llm, PROMPT, structured_outputs=constraint, eos_token_id=end, max_tokens=10, seed=3
+            llm, 10, prompt=PROMPT, structured_outputs=constraint, eos_token_id=end, seed=3
         )
         (completion,) = output.completions
         *text, last = completion.token_ids
@@ -145,7 +145,7 @@ async def obey_structure(llm: Llm, model: Path) -> None:
         assert last == end, completion.token_ids
         assert len(text) == 4, completion.token_ids
         assert set(text) <= set(digits), completion.token_ids
-    print(f"ok four digits: {''.join(digits[token] for token in text)}")
+    ok(f"four digits: {''.join(digits[token] for token in text)}")
 
 
 async def refuse_adapters(llm: Llm) -> None:
@@ -158,7 +158,7 @@ async def refuse_adapters(llm: Llm) -> None:
     assert "LoRA is not enabled" in said, said
     request = GenerateRequest(prompt_token_ids=PROMPT, lora_request=ADAPTER)
     await refused(llm.generate(request), "lora_request")
-    print(f"ok adapters: {said}")
+    ok(f"adapters: {said}")
 
 
 async def repeat_completions(llm: Llm) -> None:
@@ -166,33 +166,33 @@ async def repeat_completions(llm: Llm) -> None:
     first, again, other = [
         [completion.token_ids for completion in output.completions]
         for seed in (5, 5, 6)
-        for output in [await generate(llm, PROMPT, n=2, seed=seed, max_tokens=6)]
+        for output in [await generate(llm, 6, prompt=PROMPT, n=2, seed=seed)]
     ]
     assert first == again, (first, again)
     assert first[0] != first[1], first
     assert first[1] == other[0], (first, other)  # the seed of the second is one more
-    print(f"ok two completions, twice: {first}")
+    ok(f"two completions, twice: {first}")
 
 
 async def stop(llm: Llm) -> None:
     """At a token of a completion that is known already."""
-    (whole,) = (await generate(llm, PROMPT, seed=9, max_tokens=6)).completions
+    (whole,) = (await generate(llm, 6, prompt=PROMPT, seed=9)).completions
     token = whole.token_ids[3]
-    output = await generate(llm, PROMPT, seed=9, max_tokens=6, stop_token_ids=[token])
+    output = await generate(llm, 6, prompt=PROMPT, seed=9, stop_token_ids=[token])
     (stopped,) = output.completions
     length = whole.token_ids.index(token) + 1
     assert stopped.token_ids == whole.token_ids[:length], (stopped, whole)
     assert (stopped.finish_reason, stopped.stop_reason) == (FinishReason.STOP, token), stopped
-    print(f"ok stopped at token {token}, the {length}th")
+    ok(f"stopped at token {token}, the {length}th")
 
 
 async def fill_context(llm: Llm) -> None:
     """No limit is the end of the context."""
     prompt = PROMPT * 12 + PROMPT[:20]
-    (completion,) = (await generate(llm, prompt)).completions
+    (completion,) = (await generate(llm, None, prompt=prompt)).completions
     assert completion.finish_reason is FinishReason.LENGTH, completion
     assert len(prompt) + len(completion.token_ids) == CONTEXT, completion
-    print(f"ok {len(completion.token_ids)} tokens after {len(prompt)}")
+    ok(f"{len(completion.token_ids)} tokens after {len(prompt)}")
 
 
 async def refused(call: Any, field: str) -> None:
@@ -220,7 +220,7 @@ async def pool(llm: Llm, model: Path) -> None:
     assert len(first) == hidden_size, first
     assert all(map(math.isfinite, first)), first
     assert any(first), first
-    print(f"ok an embedding of {hidden_size} numbers, such as {first[0]}")
+    ok(f"an embedding of {hidden_size} numbers, such as {first[0]}")
 
 
 async def embed(llm: Llm) -> list[float]:
@@ -232,7 +232,3 @@ async def embed(llm: Llm) -> list[float]:
     assert output.data is not None
     numbers: list[float] = output.data.tolist()
     return numbers
-
-
-if __name__ == "__main__":
-    trio.run(main)

@@ -1,4 +1,4 @@
-"""What engines send, of every kind, for ``wire_cases.py``."""
+"""What engines send, of every kind, for ``cases.py``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 import numpy as np
 
+from ready import READY
 from trio_vllm.protocol import (
     CudagraphStats,
     DpControlOutput,
@@ -33,7 +34,7 @@ from trio_vllm.protocol import (
     UtilityCallOutput,
     UtilityOutput,
 )
-from wire_requests import floats
+from wire.requests import floats
 
 
 def outputs() -> dict[str, Any]:
@@ -113,32 +114,23 @@ FULL_STATS = SchedulerStats(
     perf_stats=PerfStats(num_flops_per_gpu=2**40, debug_stats=None),
 )
 
-READY = EngineCoreReadyResponse(
-    max_model_len=512,
-    num_gpu_blocks=10,
-    block_size=16,
-    dp_stats_address="tcp://h:1",
-    dtype="bfloat16",
-    vllm_version="0.33.0",
-    world_size=1,
-    data_parallel_size=2,
-    tensor_parallel_size=1,
-    pipeline_parallel_size=1,
-    decode_context_parallel_size=1,
-    data_parallel_rank=1,
-    max_num_seqs=8,
-    max_num_batched_tokens=64,
-    instance_id="i",
-    supports_lora=True,
-    max_loras=1,
-    mamba_block_size=1,
-    kv_cache_size_tokens=2**40,
-    kv_cache_max_concurrency=1.5,
-    kv_events_config=KvEventsConfig(topic="t", publisher="zmq"),
-    weight_transfer_backend="nccl",
-    enable_sleep_mode=True,
-    supports_draft_weight_updates=True,
-    effective_attention_block_size=16,
+REGISTRATION = EngineCoreReadyResponse(
+    **{
+        **READY,
+        "dp_stats_address": "tcp://h:1",
+        "data_parallel_size": 2,
+        "data_parallel_rank": 1,
+        "supports_lora": True,
+        "max_loras": 1,
+        "mamba_block_size": 1,
+        "kv_cache_size_tokens": 2**40,
+        "kv_cache_max_concurrency": 1.5,
+        "kv_events_config": KvEventsConfig(topic="t", publisher="zmq"),
+        "weight_transfer_backend": "nccl",
+        "enable_sleep_mode": True,
+        "supports_draft_weight_updates": True,
+        "effective_attention_block_size": 16,
+    }
 )
 
 INIT = HandshakeInit(

@@ -12,12 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from peers import VLLM_ENVIRONMENT, provision
-from plain_views import view
+from harness import CheckError, ok
+from provision import BUILT_VERSION, Peers
 from trio_vllm import DecodeError, InvalidFieldError
 from trio_vllm.client.input_processing import RequestLimits, check_request
-from wire_cases import Case, cases, request_from
-from wire_requests import deadly_requests
+from wire.cases import Case, cases, request_from
+from wire.plain_views import view
+from wire.requests import deadly_requests
+
+SMOKE = Path(__file__).parents[1]
 
 IMPORT_TIMEOUT = 240.0
 """Seconds for all of it; to import vLLM alone takes 15."""
@@ -31,7 +34,7 @@ ONLY_IN_0_33 = frozenset(
         "late_chunking_params",
     }
 )
-"""Fields that the provisioned engine does not know yet."""
+"""Fields that the older vLLM does not know yet."""
 
 SET_BY_CONSTRUCTORS = frozenset({"skip_reading_prefix_cache", "stop_token_ids"})
 """Where vLLM's classes replace None."""
@@ -40,22 +43,22 @@ SETS = frozenset({"all_stop_token_ids", "finished_requests"})
 """Fields without an order, in vLLM's classes."""
 
 
-def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
+def differences(ours: Any, theirs: Any, unknown: frozenset[str], path: str = "") -> Iterator[str]:
     """Where a view of vLLM's value says something else than ours; it may say more."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key, item in ours.items():
             if key not in theirs:
-                if key not in ONLY_IN_0_33:
+                if key not in unknown:
                     yield f"{path}.{key} is missing"
             elif key in SETS and item is not None:
-                yield from differences(sorted(item), sorted(theirs[key]), f"{path}.{key}")
+                yield from differences(sorted(item), sorted(theirs[key]), unknown, f"{path}.{key}")
             elif item is not None or key not in SET_BY_CONSTRUCTORS:
-                yield from differences(item, theirs[key], f"{path}.{key}")
+                yield from differences(item, theirs[key], unknown, f"{path}.{key}")
     elif isinstance(ours, list) and isinstance(theirs, list):
         if len(ours) > len(theirs) or any(item is not None for item in theirs[len(ours) :]):
             yield f"{path} has {len(theirs)} items, not {len(ours)}"
         for index, (item, other) in enumerate(zip(ours, theirs, strict=False)):
-            yield from differences(item, other, f"{path}[{index}]")
+            yield from differences(item, other, unknown, f"{path}[{index}]")
     elif ours != theirs or (type(ours) is not type(theirs) and type(theirs) is not float):
         yield f"{path} is {theirs!r}, not {ours!r}"
 
@@ -68,33 +71,34 @@ def our_view(value: Any) -> Any:
     return shown
 
 
-def ask_vllm(questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def ask_vllm(peers: Peers, questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Let vLLM's Python work through them."""
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder, "cases.json"), Path(folder, "results.json")
         asked.write_text(json.dumps(questions))
-        script = Path(__file__).with_name("vllm_types.py")
+        paths = (str(SMOKE), peers.environment.get("PYTHONPATH", ""))
+        variables = {"PYTHONPATH": os.pathsep.join(paths), "VLLM_LOGGING_LEVEL": "ERROR"}
         done = subprocess.run(
-            [provision().python, script, asked, answered],
+            [peers.python, "-m", "wire.vllm_types", asked, answered],
             capture_output=True,
             text=True,
             timeout=IMPORT_TIMEOUT,
-            env={**os.environ, **VLLM_ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR"},
+            env={**os.environ, **peers.environment, **variables},
         )
         if done.returncode:
-            raise SystemExit(f"vLLM's Python ended with {done.returncode}:\n{done.stderr}")
+            raise CheckError(f"vLLM's Python ended with {done.returncode}:\n{done.stderr}")
         answers: list[dict[str, Any]] = json.loads(answered.read_text())
         return answers
 
 
-def check_understood(case: Case, answer: dict[str, Any]) -> list[str]:
+def check_understood(case: Case, answer: dict[str, Any], unknown: frozenset[str]) -> list[str]:
     """What is wrong with vLLM's reading of a message, and with ours of its answer."""
     if "error" in answer:
         return [f"{case.name}: vLLM does not read it: {answer['error']}"]
     expected = our_view(case.value)
-    found = [f"vLLM reads: {line}" for line in differences(expected, answer["view"])]
+    found = [f"vLLM reads: {line}" for line in differences(expected, answer["view"], unknown)]
     again = our_view(case.read([bytes.fromhex(frame) for frame in answer["frames"]]))
-    found += [f"we read: {line}" for line in differences(again, answer["view"])]
+    found += [f"we read: {line}" for line in differences(again, answer["view"], unknown)]
     return [f"{case.name}: {line}" for line in found]
 
 
@@ -118,23 +122,21 @@ def refused_field(frames: list[bytes]) -> str:
     return ""
 
 
-def main() -> None:
+def main(peers: Peers) -> None:
     """Ask once, compare everything."""
     good = list(cases())
     bad = list(deadly_requests())
     asked = [(case.type, case.frames) for case in good] + [("request", frames) for _, frames in bad]
     answers = ask_vllm(
-        [{"type": kind, "frames": [frame.hex() for frame in frames]} for kind, frames in asked]
+        peers,
+        [{"type": kind, "frames": [frame.hex() for frame in frames]} for kind, frames in asked],
     )
+    unknown = ONLY_IN_0_33 if peers.version == BUILT_VERSION else frozenset[str]()
     wrong = []
     for case, answer in zip(good, answers, strict=False):
-        wrong += check_understood(case, answer)
+        wrong += check_understood(case, answer, unknown)
     for (name, frames), answer in zip(bad, answers[len(good) :], strict=True):
         wrong += check_refused(name, frames, answer)
     if wrong:
-        raise SystemExit("\n".join(wrong))
-    print(f"ok {len(good)} messages understood both ways, {len(bad)} refused by both sides")
-
-
-if __name__ == "__main__":
-    main()
+        raise CheckError("\n".join(wrong))
+    ok(f"{len(good)} messages understood both ways, {len(bad)} refused by both sides")

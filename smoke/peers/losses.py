@@ -11,57 +11,53 @@ from pathlib import Path
 
 import trio
 
-from peers import free_port, headless_engine
+from harness import LOSS_LIMIT, PATIENCE, free_port, generate, headless_engine, ok, owner
 from processes import Process
+from provision import Peers
 from trio_vllm import (
     EngineCoreClient,
     EngineCoreRequest,
     EngineDeadError,
-    HandshakeOwner,
+    Llm,
     SamplingParams,
     SchedulerStats,
-    open_client,
+    open_llm,
 )
-
-LOSS_LIMIT = 2.0
-"""Seconds in which the end of a process must be known."""
 
 HEARTBEAT_TIMEOUT = 3.0
 
 
-async def main() -> None:
-    """Leave a request, kill one engine, then freeze the other."""
+def main(peers: Peers) -> None:
+    """Run two engines."""
     port = free_port()
     both = ("--data-parallel-size", "2", "--data-parallel-size-local", "2")
-    with headless_engine(port, *both, "--max-model-len", "30000") as launcher:
-        mode = HandshakeOwner(
-            handshake_address=f"tcp://127.0.0.1:{port}",
-            engine_count=2,
-            ready_timeout=240,
-            heartbeat_timeout=HEARTBEAT_TIMEOUT,
-        )
-        async with open_client(mode) as client:
-            await trio.sleep(2 * HEARTBEAT_TIMEOUT)  # silence is no loss
-            assert client.is_healthy, client.dead_engines
+    with headless_engine(peers, port, *both, "--max-model-len", "30000") as launcher:
+        trio.run(check, port, launcher)
 
-            await leave_in_mid_request(client)
 
-            # It would end the other engine after the one.
-            os.kill(launcher.pid, signal.SIGSTOP)
-            seconds = await lose(client, 1, launcher, signal.SIGKILL)
-            print(f"killed engine 1: its request failed after {seconds:.3f} s")
-            assert seconds < LOSS_LIMIT
-            assert list(client.dead_engines) == [1], client.dead_engines
+async def check(port: int, launcher: Process) -> None:
+    """Leave a request, kill one engine, then freeze the other."""
+    mode = owner(port, engine_count=2, heartbeat_timeout=HEARTBEAT_TIMEOUT)
+    async with open_llm(mode) as llm:
+        client = llm.client
+        await trio.sleep(2 * HEARTBEAT_TIMEOUT)  # silence is no loss
+        assert client.is_healthy, client.dead_engines
 
-            async with client.call(request("on", 5)) as outputs:
-                assert outputs.engine_index == 0
-                async for _ in outputs:
-                    pass
+        await leave_in_mid_request(llm)
 
-            seconds = await lose(client, 0, launcher, signal.SIGSTOP)
-            print(f"froze engine 0: its request failed after {seconds:.3f} s")
-            assert seconds < HEARTBEAT_TIMEOUT + LOSS_LIMIT
-            assert isinstance(client.failure, EngineDeadError), client.failure
+        # It would end the other engine after the one.
+        os.kill(launcher.pid, signal.SIGSTOP)
+        seconds = await lose(client, 1, launcher, signal.SIGKILL)
+        assert seconds < LOSS_LIMIT, seconds
+        ok("from killing engine 1 to the failure of its request", seconds)
+        assert list(client.dead_engines) == [1], client.dead_engines
+
+        await generate(llm, 5)  # by the other one
+
+        seconds = await lose(client, 0, launcher, signal.SIGSTOP)
+        assert seconds < HEARTBEAT_TIMEOUT + LOSS_LIMIT, seconds
+        ok("from freezing engine 0 to the failure of its request", seconds)
+        assert isinstance(client.failure, EngineDeadError), client.failure
 
 
 async def lose(
@@ -75,7 +71,7 @@ async def lose(
         begin = trio.current_time()
         loss: EngineDeadError | None = None
         try:
-            with trio.fail_after(60):
+            with trio.fail_after(PATIENCE):
                 async for _ in outputs:
                     pass
         except EngineDeadError as error:
@@ -114,17 +110,17 @@ def process_title(pid: int) -> str:
         return ""
 
 
-async def leave_in_mid_request(client: EngineCoreClient) -> None:
+async def leave_in_mid_request(llm: Llm) -> None:
     """Leave a request that would take half a minute: its engine runs the next one alone."""
-    async with client.call(request("long", 29_000, 0)) as outputs:
+    async with llm.client.call(request("long", 29_000, 0)) as outputs:
         await anext(outputs)
-        both = await count_running(client, "beside")
-    alone = await count_running(client, "after")
-    print(f"engine 0 ran {both} requests, and {alone} after one was left")
-    assert (both, alone) == (2, 1)
+        both = await count_running(llm)
+    alone = await count_running(llm)
+    assert (both, alone) == (2, 1), (both, alone)
+    ok("a request that was left runs no more")
 
 
-async def count_running(client: EngineCoreClient, request_id: str) -> int:
+async def count_running(llm: Llm) -> int:
     """How many requests engine 0 has at most while it completes a short one."""
     counts = [0]
 
@@ -132,13 +128,6 @@ async def count_running(client: EngineCoreClient, request_id: str) -> int:
         if engine_index == 0:
             counts.append(stats.num_running_reqs)
 
-    client.on_scheduler_stats(note)
-    with trio.fail_after(60):
-        async with client.call(request(request_id, 20, 0)) as outputs:
-            async for _ in outputs:
-                pass
+    llm.client.on_scheduler_stats(note)
+    await generate(llm, 20, rank=0)
     return max(counts)
-
-
-if __name__ == "__main__":
-    trio.run(main)

@@ -1,4 +1,4 @@
-"""Requests of every kind, for ``wire_cases.py``: as we write them, and as we must not."""
+"""Requests of every kind, for ``cases.py``: as we write them, and as we must not."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Run by vLLM's Python: read messages with vLLM's own types, and write them again.
 
-Usage: ``vllm_types.py CASES RESULTS``, both JSON files. A case has the name of a type and frames in
+Usage: ``python -m wire.vllm_types CASES RESULTS``, both JSON files. A case has the name of a type and frames in
 hexadecimal digits. Its result is the view of the value and the frames that vLLM writes of it, or the
-error. See ``peers_vllm_types.py``.
+error. See ``peers/wire_types.py``.
 """
 
 import json
@@ -15,7 +15,7 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreReadyResponse, EngineCor
 from vllm.v1.engine.utils import EngineHandshakeMetadata
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, msgspec
 
-from plain_views import view
+from wire.plain_views import view
 
 TYPES = {
     "request": EngineCoreRequest,
