@@ -56,8 +56,13 @@ ENVIRONMENT = {
     "VLLM_LOOPBACK_IP": "127.0.0.1",
 }
 
-NO_NUMA = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_SIM_MULTI_NUMA": "0"}
-"""Keeps ranks of the reference from wanting a NUMA node each (the second by its presence alone)."""
+NO_NUMA = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_SIM_MULTI_NUMA": "0",
+    "OMP_NUM_THREADS": "1",
+}
+"""Keeps ranks of the reference from wanting a NUMA node each (the second by its presence alone), and
+engines that are not bound to cores from taking all of them while they wait."""
 
 COMPILED = re.compile(r"\.so$|/vllm-rs$|/vllm_flash_attn/")
 """What of the reference's wheel is not for the CPU."""

@@ -1,4 +1,4 @@
-"""The three smokes: what is asked of the engines, what is told of it, and what must hold.
+"""The three smokes: what is asked of engines and must hold, and the `Report` of what was found.
 
 Mirror ``rust/src/llm/examples/external_engine_smoke.rs`` and
 ``rust/src/engine-core-client/examples/external_engine_{utility_call,logprobs}.rs``.
@@ -6,9 +6,10 @@ Mirror ``rust/src/llm/examples/external_engine_smoke.rs`` and
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,15 +27,72 @@ from trio_vllm import (
     RequestErrorInfo,
     SamplingParams,
 )
-from trio_vllm.cli._report import Report
-from trio_vllm.cli._smoke_options import PromptOptions, SmokeOptions, UtilityOptions
+from trio_vllm.cli.app import write_output
+from trio_vllm.cli.smoke_options import GenerateOptions, LogprobsOptions, UtilityOptions
 
 PROMPT_TOKEN_IDS = [20841, 448, 6896, 25, 23811]
 """The examples' own: "Reply with exactly: hello" to a Qwen3 model."""
 
 
+@attrs.define
+class Report:
+    """What one smoke has found out; prints each finding at once, unless told to be quiet."""
+
+    name: str
+    quiet: bool = False
+    findings: dict[str, Any] = attrs.field(factory=dict, init=False)
+    failure: str | None = attrs.field(default=None, init=False)
+    """Why it has not passed; None while it may."""
+    seconds: float = attrs.field(default=0.0, init=False)
+
+    def put(self, name: str, value: Any, text: str | None = None) -> None:
+        """Note a finding; ``text`` is what is printed of it, if the value itself is too much."""
+        self.findings[name] = value
+        if not self.quiet:
+            write_output(f"{name}={_plain(value) if text is None else text}")
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing was wrong."""
+        return self.failure is None
+
+    def as_dict(self) -> dict[str, Any]:
+        """What is printed as JSON."""
+        verdict: dict[str, Any] = {"smoke": self.name, "passed": self.passed}
+        if self.failure is not None:
+            verdict["failure"] = self.failure
+        return {**verdict, "seconds": round(self.seconds, 3), **_jsonable(self.findings)}
+
+
+def _plain(value: Any) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case None:
+            return "none"
+        case _:
+            return str(value)
+
+
+def _jsonable(value: Any) -> Any:
+    """The value without numbers that JSON has no notation for."""
+    match value:
+        case dict():
+            return {key: _jsonable(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_jsonable(item) for item in value]
+        case float() if not math.isfinite(value):
+            return str(value)
+        case _:
+            return value
+
+
 class SmokeError(Exception):
     """The engines did not do what they must; the text says what."""
+
+
+Smoke = Callable[[Llm, Report, Any], Awaitable[None]]
+"""Asks and checks; is handed the options of its command."""
 
 
 def check(condition: bool, reason: str) -> None:
@@ -43,12 +101,12 @@ def check(condition: bool, reason: str) -> None:
         raise SmokeError(reason)
 
 
-async def generate(llm: Llm, report: Report, *, options: SmokeOptions, max_tokens: int) -> None:
+async def generate(llm: Llm, report: Report, options: GenerateOptions) -> None:
     """Complete a prompt through `Llm`, whose answer must be one whole completion."""
     request = GenerateRequest(
         request_id=f"llm-smoke-{uuid.uuid4()}",
         prompt_token_ids=PROMPT_TOKEN_IDS,
-        sampling_params=_sampling_params(max_tokens),
+        sampling_params=_sampling_params(options.max_tokens),
     )
     report.put("request_id", request.request_id)
     report.put("prompt_token_ids", PROMPT_TOKEN_IDS)
@@ -59,10 +117,10 @@ async def generate(llm: Llm, report: Report, *, options: SmokeOptions, max_token
     check(len(output.completions) == 1, f"{len(output.completions)} final outputs instead of one")
     _check_finish(output.finish_reason, output.error, FinishReason.LENGTH, FinishReason.STOP)
     room = llm.client.max_model_len - len(PROMPT_TOKEN_IDS)
-    _check_token_count(len(output.token_ids), min(max_tokens, room), output.finish_reason)
+    _check_token_count(len(output.token_ids), min(options.max_tokens, room), output.finish_reason)
 
 
-async def utility(llm: Llm, report: Report, *, options: UtilityOptions) -> None:
+async def utility(llm: Llm, report: Report, options: UtilityOptions) -> None:
     """Ask whether the engines sleep, reset their caches, put them to sleep and wake them up."""
     client, timeout = llm.client, options.output_timeout_secs
 
@@ -95,14 +153,16 @@ async def utility(llm: Llm, report: Report, *, options: UtilityOptions) -> None:
     await check_sleeping("after_wake", expected=False)
 
 
-async def logprobs(llm: Llm, report: Report, *, options: PromptOptions, max_tokens: int) -> None:
+async def logprobs(llm: Llm, report: Report, options: LogprobsOptions) -> None:
     """Complete a prompt by a bare call of the client, and look at the log probabilities."""
     prompt_token_ids = PROMPT_TOKEN_IDS * options.prompt_repeats
     request = EngineCoreRequest(
         request_id=f"engine-core-logprobs-{time.time_ns()}",
         prompt_token_ids=prompt_token_ids,
         sampling_params=_sampling_params(
-            max_tokens, logprobs=options.logprobs, prompt_logprobs=options.prompt_logprobs
+            options.max_tokens,
+            logprobs=options.logprobs,
+            prompt_logprobs=options.prompt_logprobs,
         ),
         arrival_time=0.0,
     )
@@ -121,13 +181,16 @@ async def logprobs(llm: Llm, report: Report, *, options: PromptOptions, max_toke
     prompt_rows = _put_logprobs(report, "new_prompt_logprobs_tensors", answer.prompt_logprobs)
     _check_finish(reason, answer.error, FinishReason.LENGTH)
     room = llm.client.max_model_len - len(prompt_token_ids)
-    _check_token_count(count, min(max_tokens, room), reason)
+    _check_token_count(count, min(options.max_tokens, room), reason)
     check(rows == count, f"{rows} rows of log probabilities came for {count} tokens")
     check(prompt_rows > 0, "no log probabilities of the prompt came")
     check(
         prompt_rows + 1 >= len(prompt_token_ids),
         f"{prompt_rows} rows of log probabilities came for a prompt of {len(prompt_token_ids)}",
     )
+
+
+SMOKES: dict[str, Smoke] = {"generate": generate, "utility": utility, "logprobs": logprobs}
 
 
 @attrs.define

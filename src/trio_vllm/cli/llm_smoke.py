@@ -1,22 +1,19 @@
-"""``llm-smoke``: checks headless engines end to end."""
+"""``llm-smoke``: the app and its commands, which check headless engines end to end."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from trio_vllm.cli._app import FAILED, WRONG_USAGE, invoke, new_app
-from trio_vllm.cli._smoke_options import (
-    GENERATE_MAX_TOKENS,
-    LOGPROBS_MAX_TOKENS,
+from trio_vllm.cli.app import WRONG_USAGE, invoke, new_app
+from trio_vllm.cli.smoke_options import (
     AllOptions,
     GenerateOptions,
     LogprobsOptions,
+    SmokeOptions,
     UtilityOptions,
     check_usage,
 )
@@ -47,11 +44,7 @@ async def generate(
     *command: Command, options: Annotated[GenerateOptions, Flat] = GenerateOptions()
 ) -> int:
     """Complete a prompt, and check that one final output comes with all tokens."""
-    from trio_vllm.cli import _smokes
-    from trio_vllm.cli._smoke_run import run_smokes
-
-    smoke = partial(_smokes.generate, options=options, max_tokens=options.max_tokens)
-    return await run_smokes(options, command, {"generate": smoke})
+    return await _run(options, command, "generate")
 
 
 @app.command(validator=check_usage)
@@ -59,11 +52,7 @@ async def utility(
     *command: Command, options: Annotated[UtilityOptions, Flat] = UtilityOptions()
 ) -> int:
     """Reset the engines' caches, put them to sleep and wake them up."""
-    from trio_vllm.cli import _smokes
-    from trio_vllm.cli._smoke_run import run_smokes
-
-    smoke = partial(_smokes.utility, options=options)
-    return await run_smokes(options, command, {"utility": smoke})
+    return await _run(options, command, "utility")
 
 
 @app.command(validator=check_usage)
@@ -71,11 +60,7 @@ async def logprobs(
     *command: Command, options: Annotated[LogprobsOptions, Flat] = LogprobsOptions()
 ) -> int:
     """Complete a prompt, and check the log probabilities of its tokens and of the new ones."""
-    from trio_vllm.cli import _smokes
-    from trio_vllm.cli._smoke_run import run_smokes
-
-    smoke = partial(_smokes.logprobs, options=options, max_tokens=options.max_tokens)
-    return await run_smokes(options, command, {"logprobs": smoke})
+    return await _run(options, command, "logprobs")
 
 
 @app.command(name="all", validator=check_usage)
@@ -84,20 +69,14 @@ async def all_smokes(*command: Command, options: Annotated[AllOptions, Flat] = A
 
     With --spawn and --mock each gets fresh engines, otherwise all share one connection.
     """
-    from trio_vllm.cli import _smokes
-    from trio_vllm.cli._smoke_run import run_smokes
+    return await _run(options, command, "generate", "utility", "logprobs")
 
-    generate_tokens = options.max_tokens or GENERATE_MAX_TOKENS
-    logprobs_tokens = options.max_tokens or LOGPROBS_MAX_TOKENS
-    return await run_smokes(
-        options,
-        command,
-        {
-            "generate": partial(_smokes.generate, options=options, max_tokens=generate_tokens),
-            "utility": partial(_smokes.utility, options=options),
-            "logprobs": partial(_smokes.logprobs, options=options, max_tokens=logprobs_tokens),
-        },
-    )
+
+async def _run(options: SmokeOptions, command: Sequence[str], *names: str) -> int:
+    from trio_vllm.cli.smoke_runner import run_smokes
+    from trio_vllm.cli.smokes import SMOKES
+
+    return await run_smokes(options, command, {name: SMOKES[name] for name in names})
 
 
 def main(tokens: Sequence[str] | None = None) -> int:
@@ -106,10 +85,4 @@ def main(tokens: Sequence[str] | None = None) -> int:
     if not tokens:  # a gate that runs nothing must not pass
         app.help_print(tokens, console=app.error_console)
         return WRONG_USAGE
-    try:
-        exit_code = invoke(app, tokens)
-        sys.stdout.flush()
-    except BrokenPipeError:  # nobody reads what we print, so Python need not try again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
-    return exit_code
+    return invoke(app, tokens)

@@ -16,14 +16,13 @@ import attrs
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
+from trio_vllm.cli.app import MAX_ENGINES, check_address
+
 READY_TIMEOUT = 30.0
 """Seconds; of the examples, which are started when the engine is."""
 
 SPAWN_READY_TIMEOUT = 600.0
 """Seconds; upstream's for loading a model. A command that ends earlier is noticed at once."""
-
-GENERATE_MAX_TOKENS = 5
-LOGPROBS_MAX_TOKENS = 1
 
 PORT = "{port}"
 ADDRESS = "{address}"
@@ -34,14 +33,6 @@ OUTPUT = Group("Output", sort_key=9)
 def _check_seconds(_type: Any, value: float | None) -> None:
     if value is not None and not value > 0:  # also refuses what is not a number
         raise ValueError("Must be more than 0.")
-
-
-def _check_address(_type: Any, value: str | None) -> None:
-    if value is None or re.fullmatch(r"ipc://.+", value):
-        return
-    port = re.fullmatch(r"tcp://.+:([0-9]{1,5})", value)
-    if port is None or not 1 <= int(port[1]) <= 65535:
-        raise ValueError("Must be tcp://HOST:PORT or ipc://PATH.")
 
 
 def _check_host(_type: Any, value: str) -> None:
@@ -65,10 +56,10 @@ def _at_least(minimum: int, maximum: float = math.inf) -> Parameter:
 class SmokeOptions:
     """What every smoke needs to know."""
 
-    handshake_address: Annotated[str | None, Parameter(validator=_check_address)] = None
+    handshake_address: Annotated[str | None, Parameter(validator=check_address)] = None
     """Where the engines report, bound by us. With --mock it may be left out, with --spawn it is
     then what COMMAND names."""
-    engine_count: Annotated[int, _at_least(1, 65536)] = 1
+    engine_count: Annotated[int, _at_least(1, MAX_ENGINES)] = 1
     """How many engines to wait for."""
     model: str = "Qwen/Qwen3-0.6B"
     """A label to print; the engines know their model."""
@@ -101,12 +92,16 @@ class SmokeOptions:
             return self.ready_timeout_secs
         return SPAWN_READY_TIMEOUT if self.spawn else READY_TIMEOUT
 
+    def of(self, smoke: str) -> SmokeOptions:
+        """What one smoke of the command is run with."""
+        return self
+
 
 @attrs.frozen(kw_only=True, slots=False)
 class GenerateOptions(SmokeOptions):
     """What ``generate`` needs besides."""
 
-    max_tokens: Annotated[int, _at_least(1)] = GENERATE_MAX_TOKENS
+    max_tokens: Annotated[int, _at_least(1)] = 5
     """How many tokens to generate."""
 
 
@@ -144,7 +139,7 @@ class PromptOptions(SmokeOptions):
 class LogprobsOptions(PromptOptions):
     """What ``logprobs`` needs besides."""
 
-    max_tokens: Annotated[int, _at_least(1)] = LOGPROBS_MAX_TOKENS
+    max_tokens: Annotated[int, _at_least(1)] = 1
     """How many tokens to generate."""
 
 
@@ -155,6 +150,18 @@ class AllOptions(UtilityOptions, PromptOptions):
     max_tokens: Annotated[int | None, _at_least(1)] = None
     """How many tokens to generate. [default: 5 for generate, 1 for logprobs]"""
 
+    def of(self, smoke: str) -> SmokeOptions:
+        """What its own command would be run with: our values, its defaults where we have none."""
+        kind = OPTIONS[smoke]
+        values = {field.name: getattr(self, field.name) for field in attrs.fields(kind)}
+        return kind(**{name: value for name, value in values.items() if value is not None})
+
+
+OPTIONS: dict[str, type[SmokeOptions]] = {
+    "generate": GenerateOptions,
+    "utility": UtilityOptions,
+    "logprobs": LogprobsOptions,
+}
 
 DEFAULTS = SmokeOptions()
 
@@ -202,7 +209,7 @@ def _value_of(option: str, command: Sequence[str]) -> str | None:
     return found and found[1]
 
 
-def filled_in(command: Sequence[str], address: str) -> list[str]:
+def substitute_address(command: Sequence[str], address: str) -> list[str]:
     """The command with the handshake address in the place of its placeholders."""
     port = address.rpartition(":")[2]
     return [argument.replace(PORT, port).replace(ADDRESS, address) for argument in command]

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from trio_vllm.cli._app import invoke, new_app
-from trio_vllm.cli._mock_options import MockOptions, check_together
+from trio_vllm.cli.app import invoke, new_app
+from trio_vllm.cli.mock_options import MockOptions, check_together
 
 app = new_app(
     "mock-engine",
@@ -29,7 +29,7 @@ app = new_app(
 @app.default(validator=check_together)
 async def run(*, options: Annotated[MockOptions, Parameter(name="*")] = MockOptions()) -> int:
     """Run mock engines until a signal stops them."""
-    from trio_vllm.cli._mock_run import run_mock_engines
+    from trio_vllm.cli.mock_processes import run_mock_engines
 
     return await run_mock_engines(options)
 
