@@ -1,0 +1,42 @@
+"""``llm-smoke`` with vLLM's own engines: two, and a killed one."""
+
+import re
+import signal
+
+from harness import LOSS_LIMIT, free_port, headless_engine, ok, timed
+from llm_smoke_checks import ALL_PASS, begin_request, expect_end_within, expect_lines, llm_smoke
+from processes import Process
+from provision import Peers
+
+READY = ("--ready-timeout-secs", "240")
+
+LONG = ("--max-tokens", "500")
+"""Tokens that the tiny model needs seconds for."""
+
+TWO = ("--data-parallel-size", "2", "--data-parallel-size-local", "2")
+
+
+def main(peers: Peers) -> None:
+    """Let the second command's engine start while the first one's are at work."""
+    ports = free_port(), free_port()
+    both, single = (f"--handshake-address=tcp://127.0.0.1:{port}" for port in ports)
+    with (
+        llm_smoke("generate", *READY, *LONG, single) as doomed,
+        headless_engine(peers, ports[1]) as engine,
+        timed("all over one connection to two engines"),
+        headless_engine(peers, ports[0], *TWO),
+        llm_smoke("all", *READY, "--engine-count=2", both) as smoke,
+    ):
+        check_loss(doomed, engine)
+        identities = r"engine_identities=\[\[0, 0\], \[1, 0\]\]"
+        expect_lines(smoke, 0, identities, *ALL_PASS, timeout=300)
+
+
+def check_loss(smoke: Process, engine: Process) -> None:
+    """The command ends with its engine core, and says so."""
+    found = re.search(r"EngineCore pid=(\d+)", engine.wait_for_line(r"EngineCore pid=\d+"))
+    assert found
+    begin_request(smoke)
+    reason = "engine 0 is dead: its connection was lost"
+    seconds = expect_end_within(smoke, LOSS_LIMIT, int(found[1]), signal.SIGKILL, 1, reason)
+    ok("from the engine core's death to the end", seconds)

@@ -1,0 +1,44 @@
+"""``mock-engine``: engine cores without a model, behind any vLLM frontend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from trio_vllm import ConfigurationError
+from trio_vllm.cli.app import WRONG_USAGE, invoke, new_app, print_line
+from trio_vllm.cli.mock_options import MockOptions, check_together
+
+app = new_app(
+    "mock-engine",
+    "Join a vLLM frontend as one or many engine cores that have no model: prompts take no time, and"
+    " every request gets random tokens, always the same for the same id, up to its max_tokens.\n\n"
+    "A frontend for one engine, to be started before or after it:\n\n"
+    "vllm-rs serve MODEL --data-parallel-size-local 0 --handshake-port 29550\n\n"
+    "vllm serve MODEL --data-parallel-size-local 0 --data-parallel-address 127.0.0.1"
+    " --data-parallel-rpc-port 29550\n\n"
+    "For four engines, add --data-parallel-size 4 there and --engine-count 4 here.\n\n"
+    "It does not validate: sampling parameters, structured outputs, token ids of prompts and"
+    " multimodal data are accepted as they are, and have no effect on the tokens.\n\n"
+    "Options are also read from the environment (MOCK_ENGINE_SEED=7) and from a TOML file"
+    " (--config). Exit codes: 0 stopped by SIGINT or SIGTERM, 1 failed, 2 wrong usage.",
+)
+
+
+@app.default(validator=check_together)
+async def run(*, options: Annotated[MockOptions, Parameter(name="*")] = MockOptions()) -> int:
+    """Run mock engines until a signal stops them."""
+    from trio_vllm.cli.mock_processes import run_mock_engines
+
+    return await run_mock_engines(options)
+
+
+def main(tokens: Sequence[str] | None = None) -> int:
+    """Run the command line; gives the exit code."""
+    try:
+        return invoke(app, tokens)
+    except ConfigurationError as error:  # of options that make sense one by one only
+        print_line("mock-engine", str(error))
+        return WRONG_USAGE
