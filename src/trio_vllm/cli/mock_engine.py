@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from trio_vllm import ConfigurationError
 from trio_vllm.cli.app import WRONG_USAGE, invoke, new_app, print_line
-from trio_vllm.cli.mock_options import MockOptions, check_together
+from trio_vllm.cli.mock_options import GROUPS, MockOptions, with_options
 
 app = new_app(
     "mock-engine",
@@ -27,12 +29,28 @@ app = new_app(
 )
 
 
-@app.default(validator=check_together)
-async def run(*, options: Annotated[MockOptions, Parameter(name="*")] = MockOptions()) -> int:
-    """Run mock engines until a signal stops them."""
+@app.default
+@with_options
+async def run(
+    *,
+    processes: Annotated[
+        int, Parameter(validator=Number(gte=1, lte=2**16), group=GROUPS["Engines"])
+    ] = 1,
+    config: Path | None = None,
+    debug: bool = False,
+    **options: Any,
+) -> int:
+    """Run mock engines until a signal stops them.
+
+    Args:
+      processes: How many processes they are spread over, since one can use no more than one core.
+      config: A TOML file with options.
+      debug: Print the traceback of a failure.
+    """
     from trio_vllm.cli.mock_processes import run_mock_engines
 
-    return await run_mock_engines(options)
+    # ``config`` was read by the app.
+    return await run_mock_engines(MockOptions.of(processes=processes, debug=debug, **options))
 
 
 def main(tokens: Sequence[str] | None = None) -> int:

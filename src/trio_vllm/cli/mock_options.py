@@ -1,23 +1,28 @@
-"""`MockOptions`: `MockEngineConfig` and `ServeOptions` as options of ``mock-engine``, and the command's own.
+"""`MockOptions`, and `with_options`, which makes fields of the mock's own classes options of a command.
 
-Names, defaults, bounds and help are those of the two classes. This module puts the options under
-headings and has each value checked where cyclopts can name the option. Those of vLLM's Rust
-``vllm-mock-engine`` have its names, defaults and meaning.
+Names, defaults, bounds and help are those of `MockEngineConfig` and `ServeOptions`. This module puts
+the options under headings and has each value checked where cyclopts can name the option. Those of
+vLLM's Rust ``vllm-mock-engine`` have its names, defaults and meaning.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import attrs
-from cyclopts import CycloptsError, Group, Parameter, Token
-from cyclopts.validators import Number
+from cyclopts import Group, Parameter, Token
 
+from trio_vllm import ConfigurationError
 from trio_vllm.mock import MockEngineConfig, ServeOptions
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 SECTIONS = ("Engines", "Tokens", "What the engines say of themselves", "Life")
 """The headings of the help, in order."""
@@ -36,9 +41,11 @@ SPECIAL = {
     "supported_tasks": Parameter(converter=_split, show_default=",".join),
     "startup_timeout": Parameter(show_default=_with_no_limit),
     "reconnect": Parameter(negative="--no-reconnect"),
-    "enable_sleep_mode": Parameter(parse=False),
 }
 """What cannot be told from a field."""
+
+HIDDEN = {"enable_sleep_mode"}
+"""Fields that are not options of the command."""
 
 
 def _checked(field: attrs.Attribute[Any]) -> Parameter:
@@ -54,68 +61,106 @@ def _checked(field: attrs.Attribute[Any]) -> Parameter:
     return Parameter(validator=check)
 
 
-def _as_option(field: attrs.Attribute[Any], hint: Any) -> attrs.Attribute[Any]:
+def _docstrings(*classes: type[Any]) -> dict[str, str]:
+    """The docstrings of the fields of classes in one module, which no class keeps.
+
+    cyclopts finds them, too, but parses the module for each class and looks at every base class,
+    which takes 50 ms.
+    """
+    tree = ast.parse(Path(inspect.getfile(classes[0])).read_text(encoding="utf-8"))
+    names = {cls.__name__ for cls in classes}
+    found: dict[str, str] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name in names:
+            for field, text in itertools.pairwise(node.body):
+                match field, text:
+                    case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(doc))):
+                        found[name] = doc
+    return found
+
+
+def _option(field: attrs.Attribute[Any], hint: Any, doc: str) -> inspect.Parameter:
     if field.name == "supported_tasks":
         hint = str  # one text, separated by commas
     title = field.metadata.get("section")
     parameters = (
+        Parameter(help=doc),
         _checked(field),
         Parameter(group=GROUPS[title]) if title else Parameter(),
         SPECIAL.get(field.name, Parameter()),
     )
-    return field.evolve(type=Annotated[hint, *parameters])
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=field.default,
+        annotation=Annotated[hint, *parameters],
+    )
 
 
-def _as_options(cls: type[Any], fields: list[attrs.Attribute[Any]]) -> list[attrs.Attribute[Any]]:
-    hints = get_type_hints(cls.__base__)
-    return [_as_option(field, hints[field.name]) for field in fields]
+def _options_of(*classes: type[Any]) -> Iterator[inspect.Parameter]:
+    docs = _docstrings(*classes)
+    for cls in classes:
+        hints = get_type_hints(cls)
+        for field in attrs.fields(cls):
+            if field.name not in HIDDEN:
+                yield _option(field, hints[field.name], docs[field.name])
 
 
-@attrs.frozen(kw_only=True, field_transformer=_as_options)
-class EngineOptions(MockEngineConfig):
-    """`MockEngineConfig` for the command line."""
-
-
-@attrs.frozen(kw_only=True, field_transformer=_as_options)
-class ServingOptions(ServeOptions):
-    """`ServeOptions` for the command line."""
+def with_options(function: F) -> F:
+    """Give a function, besides its own, the options of both classes as keyword parameters."""
+    own = inspect.signature(function, eval_str=True).parameters.values()
+    named = [parameter for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]
+    parameters = [*_options_of(ServeOptions, MockEngineConfig), *named]
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return function
 
 
 @attrs.frozen(kw_only=True)
 class MockOptions:
-    """What ``mock-engine`` can be told."""
+    """What ``mock-engine`` is told."""
 
-    config: Path | None = None
-    """A TOML file with options."""
-    engine: Annotated[EngineOptions, Parameter(name="*")] = EngineOptions()
-    serving: Annotated[ServingOptions, Parameter(name="*")] = ServingOptions()
-    processes: Annotated[
-        int, Parameter(validator=Number(gte=1, lte=2**16), group=GROUPS["Engines"])
-    ] = 1
-    """How many processes they are spread over, since one can use no more than one core."""
+    engine: MockEngineConfig = attrs.field(factory=MockEngineConfig)
+    serving: ServeOptions = attrs.field(factory=ServeOptions)
+    processes: int = 1
     debug: bool = False
-    """Print the traceback of a failure."""
+
+    @classmethod
+    def of(cls, **options: Any) -> MockOptions:
+        """Options by their names.
+
+        Raises:
+          ConfigurationError: They make sense one by one, but not together.
+        """
+        engine = {name: options.pop(name) for name in _names(MockEngineConfig) & options.keys()}
+        serving = {name: options.pop(name) for name in _names(ServeOptions) & options.keys()}
+        return cls(engine=MockEngineConfig(**engine), serving=ServeOptions(**serving), **options)
+
+    def __attrs_post_init__(self) -> None:
+        count = self.processes
+        if count > self.serving.engine_count:
+            raise ConfigurationError(f"--processes {count} is more than --engine-count.")
+        if count > 1 and self.engine.lockstep:
+            raise ConfigurationError(
+                "--lockstep takes --processes 1: engines agree on a wave only within a process."
+            )
 
     def to_json(self) -> str:
         """The options that differ from their defaults, for `from_json`."""
-        return json.dumps(attrs.asdict(self, filter=lambda field, value: value != field.default))
+        own = {"processes": self.processes, "debug": self.debug}
+        return json.dumps({**own, **_changed(self.engine), **_changed(self.serving)})
 
     @classmethod
     def from_json(cls, text: str) -> MockOptions:
         """The options of another process."""
-        given = json.loads(text)
-        engine, serving = given.pop("engine", {}), given.pop("serving", {})
-        if "supported_tasks" in engine:
-            engine["supported_tasks"] = tuple(engine["supported_tasks"])
-        return cls(engine=EngineOptions(**engine), serving=ServingOptions(**serving), **given)
+        options = json.loads(text)
+        if "supported_tasks" in options:
+            options["supported_tasks"] = tuple(options["supported_tasks"])
+        return cls.of(**options)
 
 
-def check_together(options: MockOptions = MockOptions()) -> None:
-    """Refuse, by `CycloptsError`, options that make sense one by one, but not together."""
-    if options.processes > options.serving.engine_count:
-        reason = f"--processes {options.processes} is more than --engine-count."
-    elif options.processes > 1 and options.engine.lockstep:
-        reason = "--lockstep takes --processes 1: engines agree on a wave only within a process."
-    else:
-        return
-    raise CycloptsError(msg=reason)
+def _names(cls: type[Any]) -> set[str]:
+    return {field.name for field in attrs.fields(cls)}
+
+
+def _changed(value: attrs.AttrsInstance) -> dict[str, Any]:
+    return attrs.asdict(value, filter=lambda field, given: given != field.default)

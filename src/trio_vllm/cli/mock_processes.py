@@ -153,7 +153,7 @@ def shares(options: MockOptions) -> Iterator[MockOptions]:
     for number in range(options.processes):
         count = size + (number < larger_ones)
         share = attrs.evolve(serving, engine_start_index=start, engine_count=count)
-        yield attrs.evolve(options, serving=share, processes=1, config=None)
+        yield attrs.evolve(options, serving=share, processes=1)
         start += count
 
 
