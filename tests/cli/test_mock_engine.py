@@ -26,8 +26,8 @@ from trio_vllm import (
     SamplingParams,
     open_llm,
 )
-from trio_vllm.cli._mock_engine import app, main
-from trio_vllm.cli._mock_options import MockOptions
+from trio_vllm.cli.mock_engine import app, main
+from trio_vllm.cli.mock_options import MockOptions
 from trio_vllm.mock import MockEngineConfig, ServeOptions
 
 TIMEOUT = 60.0

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["llm_smoke", "mock_engine"]
+__all__ = ["run_llm_smoke", "run_mock_engine"]
 
 
-def llm_smoke() -> NoReturn:
+def run_llm_smoke() -> NoReturn:
     """Run ``llm-smoke`` on the command line of this process."""
     _open_standard_streams()
     _end_at_once_on_signals(lambda number: 128 + number)
@@ -25,7 +25,7 @@ def llm_smoke() -> NoReturn:
     sys.exit(main())
 
 
-def mock_engine() -> NoReturn:
+def run_mock_engine() -> NoReturn:
     """Run ``mock-engine`` on the command line of this process."""
     _open_standard_streams()
     _end_at_once_on_signals(lambda number: 0)
