@@ -25,7 +25,7 @@ from trio_vllm import (
     open_client,
 )
 from trio_vllm.cli.child_process import ProcessFailedError
-from trio_vllm.cli.mock_options import MockOptions, engines_in_words
+from trio_vllm.cli.mock_options import MockOptions
 from trio_vllm.cli.mock_processes import serve_in_processes, shares
 from trio_vllm.mock import MockEngineConfig, ServeOptions, serve_mock_engines
 
@@ -94,14 +94,16 @@ def test_engines_are_spread_evenly(
     start: int, count: int, processes: int, expected: list[str]
 ) -> None:
     """Neighbours stay together; all else is the same for all."""
-    options = MockOptions(
+    options = MockOptions.of(
         engine_start_index=start, engine_count=count, processes=processes, seed=7, max_loras=2
     )
 
     found = list(shares(options))
 
-    assert [engines_in_words(share) for share in found] == expected
-    assert {(share.seed, share.max_loras, share.processes) for share in found} == {(7, 2, 1)}
+    assert [share.serving.engines_in_words for share in found] == expected
+    assert {(share.engine.seed, share.engine.max_loras, share.processes) for share in found} == {
+        (7, 2, 1)
+    }
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,7 @@ def test_wrong_usage(
 
 def test_one_process_may_be_in_lockstep() -> None:
     """And as many processes as engines are not too many."""
-    assert parsed("--engine-count", "2", "--lockstep").lockstep
+    assert parsed("--engine-count", "2", "--lockstep").engine.lockstep
     assert parsed("--engine-count", "2", "--processes", "2").processes == 2
 
 
@@ -282,7 +284,7 @@ async def test_the_failure_of_an_engine_ends_all(address: str) -> None:
 
 
 def options_for(address: str, **options: object) -> MockOptions:
-    return MockOptions(handshake_address=address, engine_count=3, processes=2, **options)  # type: ignore[arg-type]
+    return MockOptions.of(handshake_address=address, engine_count=3, processes=2, **options)
 
 
 @pytest.mark.parametrize("is_ending", [False, True])
