@@ -206,6 +206,57 @@ async def test_a_frontend_that_does_not_read_stops_its_engine() -> None:
     assert made == sum(output.request_id == "a" for output in seen)
 
 
+async def test_a_client_that_does_not_read_delays_its_own_requests_only() -> None:
+    """The other gets its tokens; what was held goes on when it is read."""
+    async with engine_behind(2, high_water_mark=3) as frontend:
+        frontend.add("a", 50)
+        await wait_all_tasks_blocked()
+        made = frontend.runner.engine.summary.tokens
+        frontend.add("b", 20, client_index=1)
+        received: list[EngineCoreOutput] = []
+        while not any(output.finished for output in received):
+            batch = await frontend.receive(1)
+            assert isinstance(batch, RequestBatchOutputs)
+            received += batch.outputs
+        assert len(received) == 20
+        assert frontend.runner.engine.summary.tokens == made + 20
+        assert frontend.runner.late_clients == {0}
+
+        assert len(await frontend.until_finished("a")) == 50
+
+
+async def test_the_memory_for_a_client_that_does_not_read_is_bounded() -> None:
+    """Beyond a limit its input is not taken either, the other's is."""
+    limits = RunnerLimits(late_messages=5)
+    async with engine_behind(2, high_water_mark=3, limits=limits) as frontend:
+        for call_id in range(21):
+            call = encode_utility(UtilityRequest(0, call_id, "set_weight_version", ["v"]))
+            frontend.inputs[0].send_nowait(call)
+            await wait_all_tasks_blocked()
+        frontend.inputs[0].send_nowait(encode_utility(UtilityRequest(1, 21, "is_scheduler_paused")))
+        await wait_all_tasks_blocked()
+        with pytest.raises(trio.WouldBlock):  # the call has not been taken
+            frontend.outputs[1].receive_batch_nowait(1)
+        frontend.add("b", 2, client_index=1)
+        assert isinstance(await frontend.receive(1), RequestBatchOutputs)
+
+        answers = [await frontend.receive(0) for _ in range(21)]
+        assert all(isinstance(answer, UtilityCallOutput) for answer in answers)
+
+
+async def test_steps_keep_their_pace(autojump_clock: trio.testing.MockClock) -> None:
+    """A step that comes late does not delay those that follow."""
+    limits = RunnerLimits(clock=trio.current_time)
+    async with engine_behind(step_interval=0.01, limits=limits) as frontend:
+        begin = trio.current_time()
+        frontend.add("a", 1001)
+        await trio.sleep(0.005)
+        autojump_clock.jump(0.032)
+        await frontend.until_finished("a")
+
+        assert trio.current_time() - begin == pytest.approx(10.0, abs=1e-6)
+
+
 async def test_steps_can_be_slowed_down(autojump_clock: trio.testing.MockClock) -> None:
     """The interval is between steps, not before the first; what arrives need not wait."""
     async with engine_behind(

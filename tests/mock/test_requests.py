@@ -678,3 +678,37 @@ def test_the_journal_notes_requests_when_asked() -> None:
         summary.aborted,
         summary.errors,
     ) == (2, 13, 1, 1, 0)
+
+
+# Replaying a trace ------------------------------------------------------------------------------
+
+
+def test_a_trace_is_replayed(driver: Driver) -> None:
+    """Token by token up to its end, whatever stop tokens there are."""
+    trace = [7, 3, 7, 31_999, 0]
+    params = {"trace_decode_token_ids": trace, "stop_token_ids": [3]}
+    driver.add("a", 5, params=params)
+    driver.add("b", 3, params=params)
+    driver.run()
+
+    assert driver.tokens("a") == trace
+    assert driver.tokens("b") == trace[:3]
+    assert driver.finish_reason("a") is LENGTH
+
+
+def test_a_trace_goes_on_after_a_preemption(driver: Driver) -> None:
+    """With the token that comes next."""
+    trace = [*range(100, 110)]
+    driver.add("a", 10, params={"trace_decode_token_ids": trace})
+    driver.step(4)
+    driver.call("reset_prefix_cache", True)
+    driver.run()
+
+    assert driver.tokens("a") == trace
+
+
+def test_a_trace_beyond_the_vocabulary_is_refused(driver: Driver) -> None:
+    """Where a real engine would replay what it cannot embed."""
+    driver.add("a", 1, params={"trace_decode_token_ids": [32_000]})
+
+    assert "beyond the vocabulary" in error_of(driver, "a")

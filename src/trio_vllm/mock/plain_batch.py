@@ -161,7 +161,11 @@ class PlainBatch:
         request, output = member.request, member.output
         first = member.emitted
         count = min(self._chunk_size, request.end - first)
-        tokens = self._source.draw(request.key, first, count)
+        if extras.trace is not None:
+            start = first - extras.trace_from
+            tokens = list(extras.trace[start : start + count])
+        else:
+            tokens = self._source.draw(request.key, first, count)
         if first < extras.unmasked_from and extras.masked_token_ids:
             tokens = _unmasked(tokens, first, extras, self._vocab_size)
         output.new_token_ids = tokens

@@ -33,6 +33,10 @@ class Extras:
     masked_token_ids: frozenset[int] = frozenset()
     """Not to be drawn before position ``unmasked_from``."""
     unmasked_from: int = 0
+    trace: Sequence[int] | None = None
+    """Tokens that it gets instead of drawn ones."""
+    trace_from: int = 0
+    """The position of the first of them."""
     pooling: PoolingParams | None = None
     trace_headers: dict[str, str] | None = None
 
@@ -158,6 +162,8 @@ class RequestFactory:
             columns = size if wanted == -1 else min(wanted or 0, size)
             if (fault := _too_many(what, columns * rows)) is not None:
                 return fault
+        if max(params.trace_decode_token_ids or (), default=0) >= size:
+            return f"trace_decode_token_ids are beyond the vocabulary of {size}"
         if max(params.logprob_token_ids or (), default=0) >= size:
             return f"logprob_token_ids are beyond the vocabulary of {size}"
         ids = params.prompt_logprob_token_ids
@@ -173,6 +179,8 @@ class RequestFactory:
             return _End(emitted)
         config = self._config
         limit = emitted + min(params.max_tokens, config.max_model_len - prompt_len)
+        if params.trace_decode_token_ids:  # is replayed whatever else would end it
+            return _End(min(limit, emitted + len(params.trace_decode_token_ids)))
         eos = params.eos_token_id if config.stop_at_eos else None
         stops = {*(params.stop_token_ids or ()), *(() if eos is None else (eos,))}
         stops = {token for token in stops if token < config.vocab_size}
@@ -219,7 +227,8 @@ def _extras(wire: EngineCoreRequest, emitted: int, vocab_size: int) -> Extras | 
     masked = _masked(params, vocab_size) if params.min_tokens else frozenset[int]()
     about_prompt = params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
     about_tokens = params.logprobs is not None or params.logprob_token_ids is not None
-    if not (masked or about_prompt or about_tokens or wire.trace_headers):
+    trace = params.trace_decode_token_ids
+    if not (masked or about_prompt or about_tokens or wire.trace_headers or trace):
         return None
     prompt: Sequence[int] = wire.prompt_token_ids or () if about_prompt else ()
     return Extras(
@@ -230,6 +239,8 @@ def _extras(wire: EngineCoreRequest, emitted: int, vocab_size: int) -> Extras | 
         prompt_token_ids=prompt,
         masked_token_ids=masked,
         unmasked_from=emitted + params.min_tokens,
+        trace=trace or None,
+        trace_from=emitted,
         trace_headers=wire.trace_headers or None,
     )
 
