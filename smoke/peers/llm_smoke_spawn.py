@@ -13,4 +13,4 @@ def main(peers: Peers) -> None:
         timed("all, each with a fresh engine"),
         llm_smoke("all", "--spawn", "--", *command) as smoke,
     ):
-        expect_lines(smoke, 0, *ALL_PASS, timeout=500)
+        expect_lines(smoke, 0, *ALL_PASS, timeout=800)

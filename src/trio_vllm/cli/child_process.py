@@ -113,6 +113,7 @@ class ChildProcess:
 
     async def read_lines(self) -> None:
         """Task: hand on what it prints."""
+        await trio.lowlevel.checkpoint()
         assert self._process.stdout is not None
         rest = b""
         async with self._process.stdout as stdout:

@@ -65,6 +65,7 @@ Engines whose frontend is stuck take 2 to give up and 4 for the rest of their ou
 
 async def run_mock_engines(options: MockOptions) -> int:
     """Run them until a signal stops them; gives the exit code."""
+    await trio.lowlevel.checkpoint()
     shutdown = trio.Event()
     serve = serve_here if options.processes == 1 else serve_in_processes
     with logging_to_stderr(LOG_LAYOUT):
