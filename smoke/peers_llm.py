@@ -28,10 +28,9 @@ from trio_vllm import (
     PoolingParams,
     SamplingParams,
     StructuredOutputsParams,
-    UnsupportedFieldError,
-    UtilityCallFailedError,
     open_llm,
 )
+from trio_vllm.errors import UnsupportedFieldError, UtilityCallFailedError
 
 CONTEXT = 512
 """Tokens that fit the engine's context; see `headless_engine`."""

@@ -19,9 +19,9 @@ from trio_vllm import (
     EngineDeadError,
     HandshakeOwner,
     SamplingParams,
-    SchedulerStats,
     open_client,
 )
+from trio_vllm.protocol import SchedulerStats
 
 LOSS_LIMIT = 2.0
 """Seconds in which the end of a process must be known."""

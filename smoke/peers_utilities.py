@@ -18,10 +18,9 @@ from trio_vllm import (
     LoRARequest,
     PauseMode,
     SamplingParams,
-    UtilityCallFailedError,
-    UtilityRefusedError,
     open_client,
 )
+from trio_vllm.errors import UtilityCallFailedError, UtilityRefusedError
 
 ADAPTER = LoRARequest(lora_name="adapter", lora_int_id=1, lora_path="/nowhere")
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from peers import VLLM_ENVIRONMENT, provision
 from plain_views import view
-from trio_vllm import DecodeError, InvalidFieldError
+from trio_vllm import DecodeError
 from trio_vllm.client.input_processing import RequestLimits, check_request
+from trio_vllm.errors import InvalidFieldError
 from wire_cases import Case, cases, request_from
 from wire_requests import deadly_requests
 

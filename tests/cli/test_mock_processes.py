@@ -20,13 +20,13 @@ from trio_vllm import (
     EngineCoreClient,
     EngineCoreRequest,
     FinishReason,
-    OutputStream,
     SamplingParams,
     open_client,
 )
 from trio_vllm.cli import _mock_processes
 from trio_vllm.cli._mock_options import MockOptions, engines_in_words
 from trio_vllm.cli._mock_processes import WorkerEndedError, serve_in_processes, shares
+from trio_vllm.client import OutputStream
 from trio_vllm.mock import MockEngineConfig, ServeOptions, serve_mock_engines
 
 SUMMARY = re.compile(r"(?m)^\S+ \S+ INFO summary: (.*) tokens_per_second=\d+ (.*)$")

@@ -52,7 +52,7 @@ async def run_request(world: LlmWorld) -> None:
     """A request that takes 3 s, with 4 tokens, the first after 0.5 s."""
     await world.start(lambda: world.llm.generate(make_prompt(max_tokens=9)))
     (request,) = world.engine.requests()
-    world.clock += 0.5
+    world.pass_time(0.5)
     prefill = PrefillStats(
         num_prompt_tokens=3,
         num_computed_tokens=1,
@@ -69,7 +69,7 @@ async def run_request(world: LlmWorld) -> None:
     )
     await world.engine.send(first, timestamp=54.0)
     await world.engine.send(make_output([8, 9], request.request_id), timestamp=56.0)
-    world.clock += 2.5
+    world.pass_time(2.5)
     last = make_output([2], request.request_id, finish_reason=FinishReason.STOP)
     await world.engine.send(last, timestamp=60.0)
 
@@ -258,7 +258,7 @@ async def test_a_wall_clock_that_goes_backwards_counts_as_standing() -> None:
     metrics = Metrics()
     async with open_llm_world(observers=[metrics.observer]) as world:
         await world.start(lambda: world.llm.generate(make_prompt()))
-        world.clock -= 100
+        world.pass_time(-100)
         await world.finish(world.engine.requests()[0].request_id)
 
     assert metrics["e2e_request_latency_seconds_sum"] == 0

@@ -15,6 +15,7 @@ from tests.llm.world import make_prompt
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_vllm.client import EngineCoreClient
+from trio_vllm.errors import ConfigurationError
 from trio_vllm.llm import Llm, open_llm
 from trio_vllm.llm.observers import Observer
 from trio_vllm.protocol import (
@@ -117,7 +118,7 @@ async def test_there_is_none_unless_asked_for(
 async def test_an_interval_that_makes_no_sense(
     monkeypatch: pytest.MonkeyPatch, interval: float
 ) -> None:
-    with pytest.raises(ValueError, match="stats_interval"):
+    with pytest.raises(ConfigurationError, match="stats_interval"):
         async with open_llm_in_memory(monkeypatch, stats_interval=interval):
             raise AssertionError("it was opened")
 
@@ -133,7 +134,7 @@ async def test_metrics_and_the_line_do_not_mind_each_other(
 
     caplog.set_level(logging.DEBUG)
     metrics = Counting()
-    options = {"metrics": metrics, "stats_interval": 1}
+    options = {"observers": [metrics], "stats_interval": 1}
     async with open_llm_in_memory(monkeypatch, **options) as (_, world):
         await world.engines[0].report(running=1)
         await trio.sleep(1.5)

@@ -23,11 +23,11 @@ from trio_vllm import (
     Llm,
     Logprobs,
     PauseMode,
-    RequestErrorInfo,
     SamplingParams,
 )
 from trio_vllm.cli._report import Report
 from trio_vllm.cli._smoke_options import PromptOptions, SmokeOptions, UtilityOptions
+from trio_vllm.protocol import RequestErrorInfo
 
 PROMPT_TOKEN_IDS = [20841, 448, 6896, 25, 23811]
 """The examples' own: "Reply with exactly: hello" to a Qwen3 model."""

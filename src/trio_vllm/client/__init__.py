@@ -1,21 +1,12 @@
-"""The frontend's side: drives engine cores."""
+"""The client: drives engine cores over the transport. Public."""
 
-from trio_vllm.client.client import EngineCoreClient, open_client
-from trio_vllm.client.engines import EngineInfo
-from trio_vllm.client.requests import OutputStream, Sink, StreamOutput
-from trio_vllm.client.utility_calls import KvCacheGroup
-from trio_vllm.client.utility_methods import PauseMode
-from trio_vllm.transport import Bootstrapped, HandshakeOwner
-
-__all__ = [
-    "Bootstrapped",
-    "EngineCoreClient",
-    "EngineInfo",
-    "HandshakeOwner",
-    "KvCacheGroup",
-    "OutputStream",
-    "PauseMode",
-    "Sink",
-    "StreamOutput",
-    "open_client",
-]
+from trio_vllm.client.client import EngineCoreClient as EngineCoreClient
+from trio_vllm.client.client import open_client as open_client
+from trio_vllm.client.engines import EngineInfo as EngineInfo
+from trio_vllm.client.requests import OutputStream as OutputStream
+from trio_vllm.client.requests import Sink as Sink
+from trio_vllm.client.requests import StreamOutput as StreamOutput
+from trio_vllm.client.utility_calls import KvCacheGroup as KvCacheGroup
+from trio_vllm.client.utility_methods import PauseMode as PauseMode
+from trio_vllm.transport import Bootstrapped as Bootstrapped
+from trio_vllm.transport import HandshakeOwner as HandshakeOwner

@@ -2,7 +2,7 @@
 
     from trio_vllm.llm.metrics import LlmMetrics
 
-    async with open_llm(mode, metrics=LlmMetrics(model_name="m")) as llm: ...
+    async with open_llm(mode, observers=[LlmMetrics(model_name="m")]) as llm: ...
 
 Names, labels and buckets are those of ``vllm/v1/metrics/loggers.py`` (``PrometheusStatLogger``), so
 dashboards made for vLLM work. Not here is what only an HTTP frontend or an engine can know: admission,
@@ -117,7 +117,7 @@ class LlmMetrics(Observer):
         self._children: dict[tuple[str, ...], Any] = {}
 
     def start(self, engine_indices: Iterable[int], max_model_len: int) -> None:
-        """See `Observer`; registers the metrics, so that all stand at zero from here on."""
+        """Register the metrics, so that all stand at zero from here on."""
         if not self._metrics:
             self._register_all(tuple(_up_to(max_model_len)))
         for engine_index in engine_indices:
@@ -159,7 +159,6 @@ class LlmMetrics(Observer):
     # Observer -----------------------------------------------------------------------------------
 
     def scheduler_stats(self, engine_index: int, stats: SchedulerStats) -> None:
-        """See `Observer`."""
         self._child(engine_index, "num_requests_running").set(stats.num_running_reqs)
         self._child(engine_index, "num_requests_waiting").set(waiting_count(stats))
         for reason, number in (
@@ -182,7 +181,6 @@ class LlmMetrics(Observer):
                 self._count(engine_index, name, number, str(position))
 
     def prefilled(self, engine_index: int, stats: PrefillStats) -> None:
-        """See `Observer`."""
         self._count(engine_index, "prompt_tokens", stats.num_prompt_tokens)
         self._count(engine_index, "prompt_tokens_cached", stats.num_cached_tokens)
         for source, number in (
@@ -193,20 +191,16 @@ class LlmMetrics(Observer):
             self._count(engine_index, "prompt_tokens_by_source", number, source)
 
     def first_tokens(self, engine_index: int, seconds: float) -> None:
-        """See `Observer`."""
         self._observe(engine_index, "time_to_first_token_seconds", seconds)
 
     def tokens(self, engine_index: int, count: int, seconds: float | None) -> None:
-        """See `Observer`."""
         self._count(engine_index, "generation_tokens", count)
         self._observe(engine_index, "inter_token_latency_seconds", seconds)
 
     def preempted(self, engine_index: int) -> None:
-        """See `Observer`."""
         self._count(engine_index, "num_preemptions", 1)
 
     def finished(self, engine_index: int, completion: FinishedCompletion) -> None:
-        """See `Observer`."""
         usage, timings = completion.usage, completion.timings
         self._count(engine_index, "request_success", 1, str(completion.finish_reason))
         computed = usage.prompt_tokens - (usage.cached_tokens or 0)
@@ -230,6 +224,5 @@ class LlmMetrics(Observer):
             self._observe(engine_index, name, number)
 
     def request_over(self, engine_index: int, completion_count: int, longest: int) -> None:
-        """See `Observer`."""
         self._observe(engine_index, "request_params_n", completion_count)
         self._observe(engine_index, "request_max_num_generation_tokens", longest)

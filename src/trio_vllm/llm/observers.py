@@ -1,4 +1,4 @@
-"""Who wants to know what happens to requests: the metrics, the line of statistics."""
+"""`Observer` is called for each event of the engines' requests; `StatsLine` logs a summary of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import attrs
 import trio
 
 from trio_vllm.concurrency import Waker
+from trio_vllm.errors import ConfigurationError
 from trio_vllm.llm.collector import Collector
 from trio_vllm.llm.output import RequestTimings, Usage
 from trio_vllm.protocol import (
@@ -21,15 +22,10 @@ from trio_vllm.protocol import (
     SchedulerStats,
 )
 
-# MERGED llm/_observed: A collector that tells observers what comes in; only used if there are any.
-# MERGED llm/_stats_line: A log line about throughput and load, every so many seconds.
-#
-# Mirrors ``LoggingStatLogger`` of ``vllm/v1/metrics/loggers.py``, summed over all engines.
-
 
 @attrs.frozen(kw_only=True)
 class FinishedCompletion:
-    """One engine request that is over."""
+    """One engine request that has ended, as `Observer.finished` gets it."""
 
     finish_reason: FinishReason
     usage: Usage
@@ -39,38 +35,38 @@ class FinishedCompletion:
 
 
 class Observer:
-    """Is told of each event, by engine; does nothing. Times are seconds.
+    """Base of what `Llm` calls for each event, by engine; its methods do nothing. Times are seconds.
 
-    Called in the task that hands out outputs, so it must not wait or raise.
+    They are called in the task that hands out outputs, so they must not wait or raise.
     """
 
     def start(self, engine_indices: Iterable[int], max_model_len: int) -> None:
-        """These engines are connected; called once, before everything else."""
+        """Engines are connected; called once, before every other method."""
 
     def scheduler_stats(self, engine_index: int, stats: SchedulerStats) -> None:
-        """An engine tells its state."""
+        """An engine has sent its statistics."""
 
     def prefilled(self, engine_index: int, stats: PrefillStats) -> None:
-        """A prompt is in the cache."""
+        """The prefill of a request has ended."""
 
     def first_tokens(self, engine_index: int, seconds: float) -> None:
-        """The first tokens came this long after the request."""
+        """The first tokens of a request came this long after its arrival."""
 
     def tokens(self, engine_index: int, count: int, seconds: float | None) -> None:
-        """Tokens came, this long after the ones before them; None with the first."""
+        """Tokens of a request came, this long after its previous ones; None with the first."""
 
     def preempted(self, engine_index: int) -> None:
-        """A request went back into the queue."""
+        """A running request was put back into the queue."""
 
     def finished(self, engine_index: int, completion: FinishedCompletion) -> None:
-        """An engine request is over; not called for one that failed with its engine."""
+        """An engine request has ended; not called for one that failed with its engine."""
 
     def request_over(self, engine_index: int, completion_count: int, longest: int) -> None:
-        """All completions of a prompt are over; the longest has this many tokens."""
+        """All completions of a prompt have ended; the longest has this many tokens."""
 
 
 class ObservedCollector(Collector):
-    """Tells its observers; otherwise like any other."""
+    """Collector that calls observers; used only if there are any."""
 
     __slots__ = ("_last_time", "_observers", "_preemption_count")
 
@@ -90,7 +86,6 @@ class ObservedCollector(Collector):
         self._preemption_count = 0
 
     def add_tokens(self, token_ids: list[int], timestamp: float, version: str | None) -> None:
-        """See `Sink`."""
         is_first = self._first_token_time is None
         super().add_tokens(token_ids, timestamp, version)
         last, self._last_time = self._last_time, timestamp or None
@@ -103,7 +98,6 @@ class ObservedCollector(Collector):
             observer.tokens(self.engine_index, len(token_ids), seconds)
 
     def add_output(self, output: EngineCoreOutput, timestamp: float, version: str | None) -> None:
-        """See `Sink`."""
         super().add_output(output, timestamp, version)
         for event in output.events or ():
             if event.type is EventType.PREEMPTED:
@@ -116,8 +110,7 @@ class ObservedCollector(Collector):
         if output.finish_reason is not None:
             self._tell_end(output.finish_reason)
 
-    def leave(self) -> None:
-        """See `Collector`."""
+    def abandon(self) -> None:
         if not self.finished and self.error is None:
             self._tell_end(FinishReason.ABORT)
 
@@ -138,7 +131,7 @@ _log = logging.getLogger("trio_vllm.llm")
 
 @attrs.define
 class _Counts:
-    """What happened since the last line."""
+    """Sums since the last line."""
 
     prompt_tokens: int = 0
     """Computed ones; those from a cache cost no time."""
@@ -153,19 +146,23 @@ class _Counts:
 
 
 class StatsLine(Observer):
-    """Counts, and writes the line: as information while there is something to tell, else to debug."""
+    """Observer that logs throughput and load, summed over all engines, every so many seconds.
+
+    At INFO while tokens come and once after, else at DEBUG. Mirrors ``LoggingStatLogger`` of
+    ``vllm/v1/metrics/loggers.py``.
+    """
 
     def __init__(self, interval: float) -> None:
         """``interval`` is in seconds."""
         if not 0 < interval < math.inf:
-            raise ValueError("stats_interval must be above 0")
+            raise ConfigurationError("stats_interval must be above 0")
         self._interval = interval
         self._counts = _Counts()
         self._was_idle = True
         self._newest: dict[int, SchedulerStats] = {}
 
     async def run(self) -> None:
-        """Task: write lines, for ever."""
+        """Write lines until cancelled; a task of `open_llm`."""
         while True:
             await trio.sleep(self._interval)
             self._write()
@@ -193,24 +190,20 @@ class StatsLine(Observer):
     # Observer -----------------------------------------------------------------------------------
 
     def scheduler_stats(self, engine_index: int, stats: SchedulerStats) -> None:
-        """See `Observer`."""
         self._newest[engine_index] = stats
         self._counts.cache_queries += stats.prefix_cache_stats.queries
         self._counts.cache_hits += stats.prefix_cache_stats.hits
 
     def prefilled(self, engine_index: int, stats: PrefillStats) -> None:
-        """See `Observer`."""
         self._counts.prompt_tokens += stats.num_computed_tokens
 
     def tokens(self, engine_index: int, count: int, seconds: float | None) -> None:
-        """See `Observer`."""
         self._counts.generation_tokens += count
 
     def preempted(self, engine_index: int) -> None:
-        """See `Observer`."""
         self._counts.preemptions += 1
 
 
 def waiting_count(stats: SchedulerStats) -> int:
-    """Requests that do not run, whatever they wait for."""
+    """Count the requests that do not run, whatever they wait for."""
     return stats.num_waiting_reqs + stats.num_skipped_waiting_reqs

@@ -1,4 +1,4 @@
-"""What `Llm` gives back."""
+"""Outputs of `Llm`: whole completions, deltas of a stream, token counts, timings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trio_vllm.protocol import (
 )
 
 
-@attrs.frozen(kw_only=True)
+@attrs.define(kw_only=True)  # frozen would cost a stream half a microsecond per delivery
 class Usage:
     """Token counts of a request so far."""
 
@@ -41,7 +41,7 @@ class WeightVersionSpan:
 
 @attrs.define(kw_only=True)
 class RequestTimings:
-    """How long the parts of a completion took, in seconds; None where the engine does not tell.
+    """Durations of the parts of a completion so far, in seconds; None where the engine does not tell.
 
     Computed as upstream's frontends do (``vllm/v1/metrics/stats.py``, ``IterationStats``), when they
     are asked for: the two latencies by this process's clock, everything else by the engine's
@@ -49,14 +49,20 @@ class RequestTimings:
     """
 
     e2e_latency: float
-    """From arrival to the last output."""
+    """From arrival to the last output; before there is one, to this delivery."""
     time_to_first_token: float | None
     """From arrival to the first output with a token."""
     events: Sequence[EngineCoreEvent]
-    """The turns in the life of the request, by the engine's clock."""
-    token_times: Sequence[float]
-    """When each output with tokens was made, by the engine's clock."""
+    """When the request was queued, scheduled and preempted, by the engine's clock."""
+    _token_times: Sequence[float]
+    # All deliveries of a stream share one growing array; each knows how much of it was there.
+    _token_time_count: int
     output_tokens: int
+
+    @property
+    def token_times(self) -> Sequence[float]:
+        """When each output with tokens was made, by the engine's clock."""
+        return self._token_times[: self._token_time_count]
 
     @property
     def queued_time(self) -> float | None:
@@ -67,22 +73,23 @@ class RequestTimings:
     @property
     def prefill_time(self) -> float | None:
         """From being scheduled to the first token."""
-        return _between(_first(self.events, EventType.SCHEDULED), self._at(0))
+        return _between(_first(self.events, EventType.SCHEDULED), self._first_time())
 
     @property
     def decode_time(self) -> float | None:
         """From the first to the last token."""
-        return _between(self._at(0), self._at(-1))
+        return _between(self._first_time(), self._last_time())
 
     @property
     def inference_time(self) -> float | None:
         """From being scheduled to the last token."""
-        return _between(_first(self.events, EventType.SCHEDULED), self._at(-1))
+        return _between(_first(self.events, EventType.SCHEDULED), self._last_time())
 
     @property
     def inter_token_latencies(self) -> tuple[float, ...]:
         """Between each two outputs of the engine (which may hold several tokens)."""
-        return tuple(map(operator.sub, self.token_times[1:], self.token_times))
+        times = self.token_times
+        return tuple(map(operator.sub, times[1:], times))
 
     @property
     def mean_time_per_output_token(self) -> float | None:
@@ -92,8 +99,12 @@ class RequestTimings:
             None if decode is None or self.output_tokens < 2 else decode / (self.output_tokens - 1)
         )
 
-    def _at(self, index: int) -> float | None:
-        return self.token_times[index] if self.token_times else None
+    def _first_time(self) -> float | None:
+        return self._token_times[0] if self._token_time_count else None
+
+    def _last_time(self) -> float | None:
+        count = self._token_time_count
+        return self._token_times[count - 1] if count else None
 
 
 def _first(events: Sequence[EngineCoreEvent], kind: EventType) -> float | None:
@@ -105,10 +116,10 @@ def _between(earlier: float | None, later: float | None) -> float | None:
 
 
 @attrs.define(kw_only=True, eq=False)
-class CompletionOutput:
-    """One completion of a prompt: all of it, or what is new of it since the last delivery.
+class Completion:
+    """Fields of a whole completion and of a stream's delta: what is said of these tokens.
 
-    Fields below ``finish_reason`` are about the whole completion and set on its last delivery.
+    In a delta the fields below ``timings`` are set with the completion's last one.
     """
 
     index: int
@@ -130,20 +141,31 @@ class CompletionOutput:
     """``[rows, layers, top_k]``."""
     num_nans_in_logits: int = 0
 
-    finish_reason: FinishReason | None = None
+    usage: Usage
+    """Token counts up to and with this delivery."""
+    timings: RequestTimings
+    """Durations up to this delivery."""
+
     stop_reason: int | str | None = None
-    """With STOP: the stop token that matched; None for end of text."""
+    """With STOP: the stop token that matched, or the string given to `GenerateStream.stop`; None for
+    end of text."""
     error: RequestErrorInfo | None = None
     """With ERROR: why, if the engine says."""
     mm_cache_miss_hashes: list[str] | None = None
     """With ERROR: multimodal data that has to be sent again."""
-    usage: Usage | None = None
-    timings: RequestTimings | None = None
     weight_versions: tuple[WeightVersionSpan, ...] = ()
     spec_decode_metrics: RequestSpecDecodeMetrics | None = None
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
     trace_headers: dict[str, str] | None = None
+
+
+@attrs.define(kw_only=True, eq=False)
+class CompletionDelta(Completion):
+    """What is new of a completion since the last delivery of its stream."""
+
+    finish_reason: FinishReason | None = None
+    """Set on the last delivery."""
 
     @property
     def finished(self) -> bool:
@@ -152,8 +174,19 @@ class CompletionOutput:
 
 
 @attrs.define(kw_only=True, eq=False)
+class CompletionOutput(Completion):
+    """One whole completion of a prompt."""
+
+    finish_reason: FinishReason
+
+
+@attrs.define(kw_only=True, eq=False)
 class GenerateOutput:
-    """The completions of one prompt; with ``n=1`` the shorthands are about the only one."""
+    """The completions of one prompt.
+
+    The properties about one completion are for ``n=1``; with more completions they raise
+    `ValueError`, since there is no telling which one is meant.
+    """
 
     request_id: str
     """The caller's id."""
@@ -162,53 +195,56 @@ class GenerateOutput:
 
     @property
     def token_ids(self) -> list[int]:
-        """Of the first completion."""
-        return self.completions[0].token_ids
+        """Of the only completion."""
+        return self._only_completion("token_ids").token_ids
 
     @property
     def logprobs(self) -> Logprobs | None:
-        """Of the first completion."""
-        return self.completions[0].logprobs
+        """Of the only completion."""
+        return self._only_completion("logprobs").logprobs
 
     @property
     def prompt_logprobs(self) -> Logprobs | None:
-        """Row ``i`` is about prompt token ``i + 1``."""
+        """Row ``i`` is about prompt token ``i + 1``; the same for all completions."""
         return self.completions[0].prompt_logprobs
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Of the first completion."""
-        reason = self.completions[0].finish_reason
-        assert reason is not None
-        return reason
+        """Of the only completion."""
+        return self._only_completion("finish_reason").finish_reason
 
     @property
     def stop_reason(self) -> int | str | None:
-        """Of the first completion."""
-        return self.completions[0].stop_reason
+        """Of the only completion."""
+        return self._only_completion("stop_reason").stop_reason
 
     @property
     def error(self) -> RequestErrorInfo | None:
-        """Of the first completion."""
-        return self.completions[0].error
+        """Of the only completion."""
+        return self._only_completion("error").error
 
     @property
     def timings(self) -> RequestTimings:
-        """Of the first completion."""
-        timings = self.completions[0].timings
-        assert timings is not None
-        return timings
+        """Of the only completion."""
+        return self._only_completion("timings").timings
 
     @property
     def kv_transfer_params(self) -> dict[str, Any] | None:
-        """Of the first completion."""
-        return self.completions[0].kv_transfer_params
+        """Of the only completion."""
+        return self._only_completion("kv_transfer_params").kv_transfer_params
 
     @property
     def usage(self) -> Usage:
         """The prompt once, the output tokens of all completions."""
-        usages = [completion.usage for completion in self.completions if completion.usage]
+        usages = [completion.usage for completion in self.completions]
         return attrs.evolve(usages[0], output_tokens=sum(usage.output_tokens for usage in usages))
+
+    def _only_completion(self, field: str) -> CompletionOutput:
+        if len(self.completions) != 1:
+            raise ValueError(
+                f"there are {len(self.completions)} completions: read completions[i].{field}"
+            )
+        return self.completions[0]
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -219,13 +255,11 @@ class EncodeOutput:
     """The caller's id."""
     prompt_token_ids: list[int]
     data: Array | None
-    """What the model made of it, float32 for a bfloat16 model; None if it failed."""
+    """The pooled vector or matrix, float32 for a bfloat16 model; None if it failed."""
     completion: CompletionOutput
     """How it ended: finish reason, error, usage, timings."""
 
     @property
     def finish_reason(self) -> FinishReason:
         """STOP, unless it failed or was aborted."""
-        reason = self.completion.finish_reason
-        assert reason is not None
-        return reason
+        return self.completion.finish_reason
