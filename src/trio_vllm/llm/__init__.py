@@ -3,6 +3,7 @@
 from trio_vllm.llm.llm import GenerateStream as GenerateStream
 from trio_vllm.llm.llm import Llm as Llm
 from trio_vllm.llm.llm import open_llm as open_llm
+from trio_vllm.llm.observers import AdapterState as AdapterState
 from trio_vllm.llm.observers import FinishedCompletion as FinishedCompletion
 from trio_vllm.llm.observers import Observer as Observer
 from trio_vllm.llm.output import CompletionDelta as CompletionDelta

@@ -32,6 +32,7 @@ from trio_vllm.protocol import (
     EngineCoreOutput,
     EngineCoreRequest,
     EngineCoreSamplingParams,
+    EventType,
     FinishReason,
     Logprobs,
     Tensor,
@@ -155,7 +156,10 @@ class Collector:
         self.error = error
         self._waker.wake()
 
-    # Ends that the caller makes -----------------------------------------------------------------
+    # What the caller does -----------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Note that the request was submitted."""
 
     def stop(self, stop_reason: str | None) -> None:
         """Finish with STOP, as if the engine had matched a stop string."""
@@ -178,6 +182,18 @@ class Collector:
     def finished(self) -> bool:
         """Whether the last output has come, delivered or not."""
         return self._last is not None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the engine refused the request, by an error, before it was scheduled."""
+        last = self._last
+        return (
+            last is not None
+            and last.finish_reason is FinishReason.ERROR
+            and last.error is not None
+            and not self.token_count
+            and all(event.type is not EventType.SCHEDULED for event in self._events)
+        )
 
     @property
     def token_count(self) -> int:

@@ -19,7 +19,7 @@ from trio_vllm.client import Bootstrapped, EngineCoreClient, HandshakeOwner, ope
 from trio_vllm.concurrency import Waker, running
 from trio_vllm.errors import ConfigurationError, copy_error
 from trio_vllm.llm.collector import Collector
-from trio_vllm.llm.observers import ObservedCollector, Observer, StatsLine
+from trio_vllm.llm.observers import BatchTokens, ObservedCollector, Observer, StatsLine
 from trio_vllm.llm.output import CompletionDelta, EncodeOutput, GenerateOutput
 from trio_vllm.llm.request import (
     EncodeRequest,
@@ -172,13 +172,14 @@ class Llm:
         self._stream_interval = stream_interval
         self._randomize = randomize_request_ids
         self._observers = observers
+        self._batch_tokens = BatchTokens(observers)
         self._clock = clock
         self._random = random.Random()  # our own: a program may seed the shared one like others do
         # By the caller's id; several requests may share it.
         self._generations: dict[str, list[Generation]] = {}
         if observers:
             for observer in observers:
-                observer.start(client.engine_indices, client.max_model_len)
+                observer.start(client.engine_indices, client.max_model_len, client.fleet.max_loras)
             client.on_scheduler_stats(self._tell_stats)
 
     @property
@@ -187,6 +188,7 @@ class Llm:
         return sum(map(len, self._generations.values()))
 
     def _tell_stats(self, engine_index: int, stats: SchedulerStats) -> None:
+        self._batch_tokens.end(engine_index)
         for observer in self._observers:
             observer.scheduler_stats(engine_index, stats)
 
@@ -309,6 +311,8 @@ class Llm:
         except BaseException:
             self._end(generation)
             raise
+        for collector in collectors:
+            collector.begin()
         return generation
 
     def _end(self, generation: Generation) -> None:
@@ -329,12 +333,21 @@ class Llm:
         if not self._observers:
             return Collector(request, index, waker, self._clock, interval=interval)
         return ObservedCollector(
-            request, index, waker, self._clock, interval=interval, observers=self._observers
+            request,
+            index,
+            waker,
+            self._clock,
+            interval=interval,
+            observers=self._observers,
+            batch_tokens=self._batch_tokens,
         )
 
     def _tell_end(self, collectors: Sequence[Collector]) -> None:
         for collector in collectors:
             collector.abandon()
+            self._batch_tokens.end(collector.engine_index)
+        if all(collector.is_refused for collector in collectors):
+            return
         longest = max(collector.token_count for collector in collectors)
         for observer in self._observers:
             observer.request_over(collectors[-1].engine_index, len(collectors), longest)

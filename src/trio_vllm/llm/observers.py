@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,7 @@ from trio_vllm.errors import ConfigurationError
 from trio_vllm.llm.collector import Collector
 from trio_vllm.llm.output import RequestTimings, Usage
 from trio_vllm.protocol import (
+    EngineCoreEvent,
     EngineCoreOutput,
     EngineCoreRequest,
     EventType,
@@ -21,6 +23,14 @@ from trio_vllm.protocol import (
     PrefillStats,
     SchedulerStats,
 )
+
+
+class AdapterState(enum.Enum):
+    """Where a request of a LoRA adapter is, as far as its events tell."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    OVER = enum.auto()
 
 
 @attrs.frozen(kw_only=True)
@@ -31,20 +41,36 @@ class FinishedCompletion:
     usage: Usage
     timings: RequestTimings
     max_tokens: int | None
-    preemption_count: int
+    preemption_count: int | None
+    """None if the engine sends no events."""
+    computed_prompt_tokens: int
+    """Prompt tokens that were not in this engine's cache. In `usage` those that the engine of the
+    prefill had to compute are counted instead."""
+    is_corrupted: bool
+    """Whether there were NaNs in its logits."""
 
 
 class Observer:
     """Base of what `Llm` calls for each event, by engine; its methods do nothing. Times are seconds.
 
-    They are called in the task that hands out outputs, so they must not wait or raise.
+    They are called in the task that hands out outputs, so they must not wait or raise. A request that
+    an engine refuses before it runs is not told of.
     """
 
-    def start(self, engine_indices: Iterable[int], max_model_len: int) -> None:
+    def start(self, engine_indices: Iterable[int], max_model_len: int, max_loras: int) -> None:
         """Engines are connected; called once, before every other method."""
 
     def scheduler_stats(self, engine_index: int, stats: SchedulerStats) -> None:
         """An engine has sent its statistics."""
+
+    def batch(self, engine_index: int, prompt_tokens: int, output_tokens: int) -> None:
+        """A message of an engine had tokens: so many computed in prefills, so many new ones."""
+
+    def event(self, engine_index: int, event: EngineCoreEvent) -> None:
+        """An engine has queued, scheduled or preempted a request."""
+
+    def adapter(self, request_id: str, lora_name: str, state: AdapterState) -> None:
+        """A request for a LoRA adapter waits, runs or has ended."""
 
     def prefilled(self, engine_index: int, stats: PrefillStats) -> None:
         """The prefill of a request has ended."""
@@ -55,9 +81,6 @@ class Observer:
     def tokens(self, engine_index: int, count: int, seconds: float | None) -> None:
         """Tokens of a request came, this long after its previous ones; None with the first."""
 
-    def preempted(self, engine_index: int) -> None:
-        """A running request was put back into the queue."""
-
     def finished(self, engine_index: int, completion: FinishedCompletion) -> None:
         """An engine request has ended; not called for one that failed with its engine."""
 
@@ -65,10 +88,59 @@ class Observer:
         """All completions of a prompt have ended; the longest has this many tokens."""
 
 
+@attrs.define
+class _Batch:
+    timestamp: float
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+class BatchTokens:
+    """Sums the tokens of each message of an engine for `Observer.batch`.
+
+    All outputs of a message have its timestamp. So a message is over when one with another timestamp
+    begins; at the latest when its statistics, which come after its outputs, or the end of one of its
+    requests is told of.
+    """
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = observers
+        self._open: dict[int, _Batch] = {}
+
+    def add(self, engine_index: int, timestamp: float, prompt: int, output: int) -> None:
+        """Add tokens that came in the message with this timestamp."""
+        batch = self._open.get(engine_index)
+        if batch is None or batch.timestamp != timestamp:
+            self.end(engine_index)
+            batch = self._open[engine_index] = _Batch(timestamp)
+        batch.prompt_tokens += prompt
+        batch.output_tokens += output
+
+    def end(self, engine_index: int) -> None:
+        """Tell the observers of the last message, if it had tokens."""
+        if (batch := self._open.pop(engine_index, None)) is not None:
+            for observer in self._observers:
+                observer.batch(engine_index, batch.prompt_tokens, batch.output_tokens)
+
+
+_ADAPTER_STATES = {
+    EventType.QUEUED: AdapterState.WAITING,
+    EventType.SCHEDULED: AdapterState.RUNNING,
+    EventType.PREEMPTED: AdapterState.WAITING,
+}
+
+
 class ObservedCollector(Collector):
     """Collector that calls observers; used only if there are any."""
 
-    __slots__ = ("_last_time", "_observers", "_preemption_count")
+    __slots__ = (
+        "_adapter",
+        "_batch_tokens",
+        "_is_corrupted",
+        "_last_time",
+        "_observers",
+        "_preemption_count",
+    )
 
     def __init__(
         self,
@@ -79,17 +151,26 @@ class ObservedCollector(Collector):
         *,
         interval: int,
         observers: Sequence[Observer],
+        batch_tokens: BatchTokens,
     ) -> None:
         super().__init__(request, index, waker, clock, interval=interval)
         self._observers = observers
+        self._batch_tokens = batch_tokens
+        # What is no adapter is for the client to refuse.
+        self._adapter: str | None = getattr(request.lora_request, "lora_name", None)
         self._last_time: float | None = None
         self._preemption_count = 0
+        self._is_corrupted = False
+
+    def begin(self) -> None:
+        self._tell_adapter(AdapterState.WAITING)
 
     def add_tokens(self, token_ids: list[int], timestamp: float, version: str | None) -> None:
         is_first = self._first_token_time is None
         super().add_tokens(token_ids, timestamp, version)
         last, self._last_time = self._last_time, timestamp or None
         seconds = timestamp - last if timestamp and last is not None else None
+        self._batch_tokens.add(self.engine_index, timestamp, 0, len(token_ids))
         for observer in self._observers:
             if is_first and self._first_token_time is not None:
                 observer.first_tokens(
@@ -100,27 +181,49 @@ class ObservedCollector(Collector):
     def add_output(self, output: EngineCoreOutput, timestamp: float, version: str | None) -> None:
         super().add_output(output, timestamp, version)
         for event in output.events or ():
-            if event.type is EventType.PREEMPTED:
-                self._preemption_count += 1
-                for observer in self._observers:
-                    observer.preempted(self.engine_index)
+            self._tell_event(event)
         if output.prefill_stats is not None:
-            for observer in self._observers:
-                observer.prefilled(self.engine_index, output.prefill_stats)
+            self._tell_prefill(output.prefill_stats, timestamp)
+        if output.num_nans_in_logits > 0:
+            self._is_corrupted = True
         if output.finish_reason is not None:
             self._tell_end(output.finish_reason)
 
     def abandon(self) -> None:
-        if not self.finished and self.error is None:
+        if not self.is_over:
             self._tell_end(FinishReason.ABORT)
+        elif self.error is not None:
+            self._tell_adapter(AdapterState.OVER)
+
+    def _tell_event(self, event: EngineCoreEvent) -> None:
+        if event.type is EventType.PREEMPTED:
+            self._preemption_count += 1
+        self._tell_adapter(_ADAPTER_STATES[event.type])
+        for observer in self._observers:
+            observer.event(self.engine_index, event)
+
+    def _tell_prefill(self, stats: PrefillStats, timestamp: float) -> None:
+        self._batch_tokens.add(self.engine_index, timestamp, stats.num_computed_tokens, 0)
+        for observer in self._observers:
+            observer.prefilled(self.engine_index, stats)
+
+    def _tell_adapter(self, state: AdapterState) -> None:
+        if self._adapter is not None:
+            for observer in self._observers:
+                observer.adapter(self.request_id, self._adapter, state)
 
     def _tell_end(self, reason: FinishReason) -> None:
+        self._tell_adapter(AdapterState.OVER)
+        if self.is_refused:
+            return
         completion = FinishedCompletion(
             finish_reason=reason,
             usage=self._usage(),
             timings=self._timings(),
             max_tokens=None if self._params is None else self._params.max_tokens,
-            preemption_count=self._preemption_count,
+            preemption_count=self._preemption_count if self._events else None,
+            computed_prompt_tokens=max(self._prompt_tokens - (self._cached_tokens or 0), 0),
+            is_corrupted=self._is_corrupted,
         )
         for observer in self._observers:
             observer.finished(self.engine_index, completion)
@@ -200,8 +303,9 @@ class StatsLine(Observer):
     def tokens(self, engine_index: int, count: int, seconds: float | None) -> None:
         self._counts.generation_tokens += count
 
-    def preempted(self, engine_index: int) -> None:
-        self._counts.preemptions += 1
+    def event(self, engine_index: int, event: EngineCoreEvent) -> None:
+        if event.type is EventType.PREEMPTED:
+            self._counts.preemptions += 1
 
 
 def waiting_count(stats: SchedulerStats) -> int:
