@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 
 import attrs
 import trio
@@ -22,6 +24,7 @@ from trio_vllm.protocol import (
     FinishReason,
     PrefillStats,
     SchedulerStats,
+    SpecDecodingStats,
 )
 
 
@@ -233,26 +236,137 @@ _log = logging.getLogger("trio_vllm.llm")
 
 
 @attrs.define
+class _Drafts:
+    """Sums of speculative decoding."""
+
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_by_position: list[int] = attrs.field(factory=list)
+
+    def add(self, stats: SpecDecodingStats) -> None:
+        self.drafts += stats.num_drafts
+        self.drafted += stats.num_draft_tokens
+        self.accepted += stats.num_accepted_tokens
+        pairs = zip_longest(
+            self.accepted_by_position, stats.num_accepted_tokens_per_pos, fillvalue=0
+        )
+        self.accepted_by_position = [sum(pair) for pair in pairs]
+
+    def describe(self, seconds: float) -> list[str]:
+        """Parts of the line; the length of acceptance counts the token after the draft, too."""
+        if not self.drafts:
+            return []
+        rates = " ".join(f"{count / self.drafts:.3f}" for count in self.accepted_by_position)
+        return [
+            f"mean acceptance length {1 + self.accepted / self.drafts:.2f}",
+            f"accepted {self.accepted / seconds:.1f} tokens/s",
+            f"drafted {self.drafted / seconds:.1f} tokens/s",
+            *_rate("draft acceptance rate", self.accepted, self.drafted),
+            *([f"acceptance by position {rates}"] if rates else []),
+        ]
+
+
+@attrs.define
 class _Counts:
     """Sums since the last line."""
 
+    since: float
+    """On trio's clock."""
     prompt_tokens: int = 0
     """Computed ones; those from a cache cost no time."""
     generation_tokens: int = 0
     preemptions: int = 0
+    corrupted: int = 0
     cache_queries: int = 0
     cache_hits: int = 0
+    external_cache_queries: int = 0
+    external_cache_hits: int = 0
+    flops: int = 0
+    bytes: int = 0
+    measured_engines: set[int] = attrs.field(factory=set)
+    """Those that estimate their work."""
+    drafts: _Drafts = attrs.field(factory=_Drafts)
 
     @property
     def is_idle(self) -> bool:
         return not self.prompt_tokens and not self.generation_tokens
 
+    def add(self, engine_index: int, stats: SchedulerStats) -> None:
+        self.cache_queries += stats.prefix_cache_stats.queries
+        self.cache_hits += stats.prefix_cache_stats.hits
+        if (external := stats.connector_prefix_cache_stats) is not None:
+            self.external_cache_queries += external.queries
+            self.external_cache_hits += external.hits
+        if stats.spec_decoding_stats is not None:
+            self.drafts.add(stats.spec_decoding_stats)
+        if (perf := stats.perf_stats) is not None:
+            self.measured_engines.add(engine_index)
+            self.flops += perf.num_flops_per_gpu
+            self.bytes += perf.num_read_bytes_per_gpu + perf.num_write_bytes_per_gpu
+
+    def describe_throughput(self, seconds: float) -> list[str]:
+        return [
+            f"prompt throughput {self.prompt_tokens / seconds:.1f} tokens/s",
+            f"generation throughput {self.generation_tokens / seconds:.1f} tokens/s",
+        ]
+
+    def describe_events(self, seconds: float) -> list[str]:
+        return [
+            *_count("preemptions", self.preemptions),
+            *_count("corrupted", self.corrupted),
+            *_rate("prefix cache hit rate", self.cache_hits, self.cache_queries),
+            *_rate(
+                "external prefix cache hit rate",
+                self.external_cache_hits,
+                self.external_cache_queries,
+            ),
+            *self.drafts.describe(seconds),
+            *self._describe_work(seconds),
+        ]
+
+    def _describe_work(self, seconds: float) -> list[str]:
+        """Per GPU, as a mean over the engines, whose GPUs are different ones."""
+        if not self.flops and not self.bytes:
+            return []
+        each = seconds * len(self.measured_engines)
+        return [
+            f"{self.flops / each / 1e12:.1f} TFLOP/s per GPU",
+            f"{self.bytes / each / 1e9:.1f} GB/s per GPU",
+        ]
+
+
+def _count(name: str, number: int) -> list[str]:
+    return [f"{name} {number}"] if number else []
+
+
+def _rate(name: str, hits: int, queries: int) -> list[str]:
+    return [f"{name} {hits / queries:.1%}"] if queries else []
+
+
+def _describe_state(engines: Sequence[SchedulerStats]) -> list[str]:
+    """Requests and KV cache of all engines that have sent statistics."""
+    if not engines:
+        return []
+    fetches: Counter[str] = Counter()
+    for stats in engines:
+        fetches.update(stats.num_kv_fetch_reqs_by_stage)
+    usage = sum(stats.kv_cache_usage for stats in engines) / len(engines)
+    return [
+        f"running {sum(stats.num_running_reqs for stats in engines)}",
+        f"waiting {sum(waiting_count(stats) for stats in engines)}",
+        *_count("deferred", sum(stats.num_skipped_waiting_reqs for stats in engines)),
+        *(f"KV fetch {stage.replace('_', ' ')} {n}" for stage, n in fetches.items() if n),
+        f"KV cache usage {usage:.1%}",
+    ]
+
 
 class StatsLine(Observer):
     """Observer that logs throughput and load, summed over all engines, every so many seconds.
 
-    At INFO while tokens come and once after, else at DEBUG. Mirrors ``LoggingStatLogger`` of
-    ``vllm/v1/metrics/loggers.py``.
+    At INFO while tokens come and once after, else at DEBUG; what engines do not tell is left out.
+    Says what ``LoggingStatLogger`` of ``vllm/v1/metrics/loggers.py`` says, in one line. Rates of hits
+    are over the time since the last line.
     """
 
     def __init__(self, interval: float) -> None:
@@ -260,42 +374,35 @@ class StatsLine(Observer):
         if not 0 < interval < math.inf:
             raise ConfigurationError("stats_interval must be above 0")
         self._interval = interval
-        self._counts = _Counts()
+        self._counts = _Counts(0.0)
         self._was_idle = True
         self._newest: dict[int, SchedulerStats] = {}
 
     async def run(self) -> None:
         """Write lines until cancelled; a task of `open_llm`."""
+        self._counts.since = trio.current_time()
         while True:
             await trio.sleep(self._interval)
-            self._write()
+            self._write(trio.current_time())
 
-    def _write(self) -> None:
-        counts, self._counts = self._counts, _Counts()
+    def _write(self, now: float) -> None:
+        counts, self._counts = self._counts, _Counts(now)
+        seconds = now - counts.since
         # One line of zeros shows that the work is done.
         level = logging.DEBUG if counts.is_idle and self._was_idle else logging.INFO
         self._was_idle = counts.is_idle
-        stats = list(self._newest.values())
-        usage = sum(s.kv_cache_usage for s in stats) / max(len(stats), 1)
         parts = [
-            f"prompt throughput {counts.prompt_tokens / self._interval:.1f} tokens/s",
-            f"generation throughput {counts.generation_tokens / self._interval:.1f} tokens/s",
-            f"running {sum(s.num_running_reqs for s in stats)}",
-            f"waiting {sum(waiting_count(s) for s in stats)}",
-            f"KV cache usage {usage:.1%}",
+            *counts.describe_throughput(seconds),
+            *_describe_state(list(self._newest.values())),
+            *counts.describe_events(seconds),
         ]
-        if counts.preemptions:
-            parts.append(f"preemptions {counts.preemptions}")
-        if counts.cache_queries:
-            parts.append(f"prefix cache hit rate {counts.cache_hits / counts.cache_queries:.1%}")
         _log.log(level, "%s", ", ".join(parts))
 
     # Observer -----------------------------------------------------------------------------------
 
     def scheduler_stats(self, engine_index: int, stats: SchedulerStats) -> None:
         self._newest[engine_index] = stats
-        self._counts.cache_queries += stats.prefix_cache_stats.queries
-        self._counts.cache_hits += stats.prefix_cache_stats.hits
+        self._counts.add(engine_index, stats)
 
     def prefilled(self, engine_index: int, stats: PrefillStats) -> None:
         self._counts.prompt_tokens += stats.num_computed_tokens
@@ -306,6 +413,9 @@ class StatsLine(Observer):
     def event(self, engine_index: int, event: EngineCoreEvent) -> None:
         if event.type is EventType.PREEMPTED:
             self._counts.preemptions += 1
+
+    def finished(self, engine_index: int, completion: FinishedCompletion) -> None:
+        self._counts.corrupted += completion.is_corrupted
 
 
 def waiting_count(stats: SchedulerStats) -> int:
