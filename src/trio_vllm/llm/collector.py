@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import attrs
 import numpy as np
@@ -22,8 +22,7 @@ from trio_vllm.llm.output import (
     Completion,
     CompletionDelta,
     CompletionOutput,
-    RequestTimings,
-    Usage,
+    Progress,
     WeightVersionSpan,
 )
 from trio_vllm.protocol import (
@@ -59,6 +58,7 @@ class Collector:
         "_params",
         "_pooled",
         "_prompt_tokens",
+        "_remotely_cached_tokens",
         "_spans",
         "_times",
         "_token_ids",
@@ -99,6 +99,7 @@ class Collector:
         self._pooled: Tensor | None = None
         self._events: list[EngineCoreEvent] = []
         self._cached_tokens: int | None = None
+        self._remotely_cached_tokens = _remotely_cached_tokens(request.sampling_params)
         self._last: EngineCoreOutput | None = None
         self._is_last_delivered = False
         self._delivered_count = 0
@@ -216,8 +217,16 @@ class Collector:
         Raises:
           DecodeError: The parts of an array do not fit each other.
         """
-        delta = CompletionDelta(**self._take_tokens())
-        self._add_extras(delta)
+        # Written out twice: a stream's reader pays for each indirection with each delivery.
+        delta = CompletionDelta(
+            index=self.index,
+            engine_request_id=self.request_id,
+            engine_index=self.engine_index,
+            token_ids=self._take_tokens(),
+            progress=self._progress(),
+        )
+        if self._outputs_with_extras:
+            self._add_extras(delta)
         if self._last is not None:
             delta.finish_reason = self._last.finish_reason
             self._add_end(delta, self._last)
@@ -228,23 +237,24 @@ class Collector:
         last = self._last
         assert last is not None
         assert last.finish_reason is not None
-        output = CompletionOutput(**self._take_tokens(), finish_reason=last.finish_reason)
-        self._add_extras(output)
+        output = CompletionOutput(
+            index=self.index,
+            engine_request_id=self.request_id,
+            engine_index=self.engine_index,
+            token_ids=self._take_tokens(),
+            progress=self._progress(),
+            finish_reason=last.finish_reason,
+        )
+        if self._outputs_with_extras:
+            self._add_extras(output)
         self._add_end(output, last)
         return output
 
-    def _take_tokens(self) -> dict[str, Any]:
+    def _take_tokens(self) -> list[int]:
         token_ids = self._token_ids.tolist()
         del self._token_ids[:]
         self._delivered_count += len(token_ids)
-        return {
-            "index": self.index,
-            "engine_request_id": self.request_id,
-            "engine_index": self.engine_index,
-            "token_ids": token_ids,
-            "usage": self._usage(),
-            "timings": self._timings(),
-        }
+        return token_ids
 
     @property
     def pooled(self) -> Array | None:
@@ -252,8 +262,6 @@ class Collector:
         return None if self._pooled is None else self._pooled.numpy()
 
     def _add_extras(self, completion: Completion) -> None:
-        if not self._outputs_with_extras:
-            return
         outputs, self._outputs_with_extras = self._outputs_with_extras, []
         completion.logprobs = _joined([o.new_logprobs for o in outputs])
         completion.prompt_logprobs = _joined([o.new_prompt_logprobs_tensors for o in outputs])
@@ -291,26 +299,24 @@ class Collector:
         completion.trace_headers = last.trace_headers
         completion.weight_versions = self._weight_versions()
 
-    def _usage(self) -> Usage:
-        cached = _remotely_cached_tokens(self._params)
-        return Usage(
-            prompt_tokens=self._prompt_tokens,
-            output_tokens=self.token_count,
-            cached_tokens=(
-                self._cached_tokens if cached is None else min(max(cached, 0), self._prompt_tokens)
-            ),
+    def _progress(self) -> Progress:
+        return Progress(
+            self._prompt_tokens,
+            self.token_count,
+            self._cached_for_caller(),
+            self._arrival_time,
+            self._first_token_time,
+            self._clock() if self._end_time is None else self._end_time,
+            self._events,
+            len(self._events),
+            self._times,
+            len(self._times),
         )
 
-    def _timings(self) -> RequestTimings:
-        first, end = self._first_token_time, self._end_time
-        return RequestTimings(
-            e2e_latency=(self._clock() if end is None else end) - self._arrival_time,
-            time_to_first_token=None if first is None else first - self._arrival_time,
-            events=tuple(self._events),
-            token_times=self._times,
-            token_time_count=len(self._times),
-            output_tokens=self.token_count,
-        )
+    def _cached_for_caller(self) -> int | None:
+        if self._remotely_cached_tokens is None:
+            return self._cached_tokens
+        return min(max(self._remotely_cached_tokens, 0), self._prompt_tokens)
 
     def _weight_versions(self) -> tuple[WeightVersionSpan, ...]:
         spans, end = [], self._delivered_count
@@ -338,7 +344,8 @@ def _remotely_cached_tokens(params: EngineCoreSamplingParams | None) -> int | No
     To the engine that gets the prompt from there all of it looks cached. See ``RequestState`` in
     ``vllm/v1/engine/output_processor.py``.
     """
-    if params is None or params.extra_args is None:
+    # This is read before the client has refused what is no map.
+    if params is None or not isinstance(params.extra_args, Mapping):
         return None
     transfer = params.extra_args.get("kv_transfer_params")
     if not isinstance(transfer, Mapping) or not transfer.get("do_remote_prefill"):

@@ -219,10 +219,11 @@ class ObservedCollector(Collector):
         self._tell_adapter(AdapterState.OVER)
         if self.is_refused:
             return
+        progress = self._progress()
         completion = FinishedCompletion(
             finish_reason=reason,
-            usage=self._usage(),
-            timings=self._timings(),
+            usage=progress.usage(),
+            timings=progress.timings(),
             max_tokens=None if self._params is None else self._params.max_tokens,
             preemption_count=self._preemption_count if self._events else None,
             computed_prompt_tokens=max(self._prompt_tokens - (self._cached_tokens or 0), 0),

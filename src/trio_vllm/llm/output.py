@@ -20,7 +20,7 @@ from trio_vllm.protocol import (
 )
 
 
-@attrs.define(kw_only=True)  # frozen would cost a stream half a microsecond per delivery
+@attrs.frozen(kw_only=True)
 class Usage:
     """Token counts of a request so far."""
 
@@ -54,15 +54,9 @@ class RequestTimings:
     """From arrival to the first output with a token."""
     events: Sequence[EngineCoreEvent]
     """When the request was queued, scheduled and preempted, by the engine's clock."""
-    _token_times: Sequence[float]
-    # All deliveries of a stream share one growing array; each knows how much of it was there.
-    _token_time_count: int
+    token_times: Sequence[float]
+    """When each output with tokens was made, by the engine's clock."""
     output_tokens: int
-
-    @property
-    def token_times(self) -> Sequence[float]:
-        """When each output with tokens was made, by the engine's clock."""
-        return self._token_times[: self._token_time_count]
 
     @property
     def queued_time(self) -> float | None:
@@ -73,23 +67,22 @@ class RequestTimings:
     @property
     def prefill_time(self) -> float | None:
         """From being scheduled to the first token."""
-        return _between(_first(self.events, EventType.SCHEDULED), self._first_time())
+        return _between(_first(self.events, EventType.SCHEDULED), self._at(0))
 
     @property
     def decode_time(self) -> float | None:
         """From the first to the last token."""
-        return _between(self._first_time(), self._last_time())
+        return _between(self._at(0), self._at(-1))
 
     @property
     def inference_time(self) -> float | None:
         """From being scheduled to the last token."""
-        return _between(_first(self.events, EventType.SCHEDULED), self._last_time())
+        return _between(_first(self.events, EventType.SCHEDULED), self._at(-1))
 
     @property
     def inter_token_latencies(self) -> tuple[float, ...]:
         """Between each two outputs of the engine (which may hold several tokens)."""
-        times = self.token_times
-        return tuple(map(operator.sub, times[1:], times))
+        return tuple(map(operator.sub, self.token_times[1:], self.token_times))
 
     @property
     def mean_time_per_output_token(self) -> float | None:
@@ -99,12 +92,8 @@ class RequestTimings:
             None if decode is None or self.output_tokens < 2 else decode / (self.output_tokens - 1)
         )
 
-    def _first_time(self) -> float | None:
-        return self._token_times[0] if self._token_time_count else None
-
-    def _last_time(self) -> float | None:
-        count = self._token_time_count
-        return self._token_times[count - 1] if count else None
+    def _at(self, index: int) -> float | None:
+        return self.token_times[index] if self.token_times else None
 
 
 def _first(events: Sequence[EngineCoreEvent], kind: EventType) -> float | None:
@@ -115,11 +104,51 @@ def _between(earlier: float | None, later: float | None) -> float | None:
     return None if earlier is None or later is None else later - earlier
 
 
+@attrs.define
+class Progress:
+    """What was known of a completion at a delivery; `Usage` and `RequestTimings` are made of it.
+
+    They are made when they are asked for, since most readers of a stream do not, and each object
+    costs as much as the rest of a delivery. Events and times are lists that go on growing, so it
+    keeps how much of them was there.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int | None
+    arrival_time: float
+    first_token_time: float | None
+    last_time: float
+    events: Sequence[EngineCoreEvent]
+    event_count: int
+    token_times: Sequence[float]
+    token_time_count: int
+
+    def usage(self) -> Usage:
+        """Count the tokens."""
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            cached_tokens=self.cached_tokens,
+        )
+
+    def timings(self) -> RequestTimings:
+        """Measure the durations."""
+        first = self.first_token_time
+        return RequestTimings(
+            e2e_latency=self.last_time - self.arrival_time,
+            time_to_first_token=None if first is None else first - self.arrival_time,
+            events=self.events[: self.event_count],
+            token_times=self.token_times[: self.token_time_count],
+            output_tokens=self.output_tokens,
+        )
+
+
 @attrs.define(kw_only=True, eq=False)
 class Completion:
     """Fields of a whole completion and of a stream's delta: what is said of these tokens.
 
-    In a delta the fields below ``timings`` are set with the completion's last one.
+    In a delta the fields from ``stop_reason`` on are set with the completion's last one.
     """
 
     index: int
@@ -141,11 +170,6 @@ class Completion:
     """``[rows, layers, top_k]``."""
     num_nans_in_logits: int = 0
 
-    usage: Usage
-    """Token counts up to and with this delivery."""
-    timings: RequestTimings
-    """Durations up to this delivery."""
-
     stop_reason: int | str | None = None
     """With STOP: the stop token that matched, or the string given to `GenerateStream.stop`; None for
     end of text."""
@@ -158,6 +182,18 @@ class Completion:
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
     trace_headers: dict[str, str] | None = None
+
+    _progress: Progress
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts up to and with this delivery."""
+        return self._progress.usage()
+
+    @property
+    def timings(self) -> RequestTimings:
+        """Durations up to this delivery."""
+        return self._progress.timings()
 
 
 @attrs.define(kw_only=True, eq=False)
