@@ -28,10 +28,9 @@ from trio_vllm import (
     LoRARequest,
     PoolingParams,
     StructuredOutputsParams,
-    UnsupportedFieldError,
-    UtilityCallFailedError,
     open_llm,
 )
+from trio_vllm.errors import UnsupportedFieldError, UtilityCallFailedError
 
 PROMPT = [(7 * number + 11) % 250 for number in range(40)]
 

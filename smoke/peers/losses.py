@@ -20,9 +20,9 @@ from trio_vllm import (
     EngineDeadError,
     Llm,
     SamplingParams,
-    SchedulerStats,
     open_llm,
 )
+from trio_vllm.protocol import SchedulerStats
 
 HEARTBEAT_TIMEOUT = 3.0
 

@@ -17,10 +17,9 @@ from trio_vllm import (
     EngineCoreClient,
     LoRARequest,
     PauseMode,
-    UtilityCallFailedError,
-    UtilityRefusedError,
     open_llm,
 )
+from trio_vllm.errors import UtilityCallFailedError, UtilityRefusedError
 
 ADAPTER = LoRARequest(lora_name="adapter", lora_int_id=1, lora_path="/nowhere")
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from harness import CheckError, ok
 from provision import BUILT_VERSION, Peers
-from trio_vllm import DecodeError, InvalidFieldError
+from trio_vllm import DecodeError
 from trio_vllm.client.input_processing import RequestLimits, check_request
+from trio_vllm.errors import InvalidFieldError
 from wire.cases import Case, cases, request_from
 from wire.plain_views import view
 from wire.requests import deadly_requests

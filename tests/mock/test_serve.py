@@ -22,9 +22,9 @@ from trio_vllm import (
     HandshakeOwner,
     InternalError,
     SamplingParams,
-    UnsupportedFieldError,
     open_client,
 )
+from trio_vllm.errors import UnsupportedFieldError
 from trio_vllm.mock import (
     MockEngine,
     MockEngineConfig,

@@ -9,7 +9,8 @@ import pytest
 import trio
 from tests.ready import ready_response
 
-from trio_vllm.client import EngineCoreClient, OutputStream, client as _opening, open_client
+from trio_vllm.client import EngineCoreClient, OutputStream, open_client
+from trio_vllm.client import client as _opening
 from trio_vllm.protocol import (
     AbortRequests,
     EngineCoreRequest,

@@ -13,7 +13,8 @@ import trio
 from tests.ready import ready_response
 from tests.wire.processes import PeerProcess, peer_process
 
-from trio_vllm.client import client as _opening, open_client
+from trio_vllm.client import client as _opening
+from trio_vllm.client import open_client
 from trio_vllm.errors import EngineDeadError
 from trio_vllm.protocol import EngineCoreRequest, EngineId, SamplingParams
 from trio_vllm.transport import Disconnect, EngineChannels, HandshakeOwner, join_frontend

@@ -24,11 +24,11 @@ from trio_vllm import (
     Llm,
     Logprobs,
     PauseMode,
-    RequestErrorInfo,
     SamplingParams,
 )
 from trio_vllm.cli.app import write_output
 from trio_vllm.cli.smoke_options import GenerateOptions, LogprobsOptions, UtilityOptions
+from trio_vllm.protocol import RequestErrorInfo
 
 PROMPT_TOKEN_IDS = [20841, 448, 6896, 25, 23811]
 """The examples' own: "Reply with exactly: hello" to a Qwen3 model."""
