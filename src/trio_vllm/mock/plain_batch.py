@@ -18,9 +18,9 @@ from trio_vllm.protocol import EngineCoreEvent, EngineCoreOutput, FinishReason, 
 
 _NO_EXTRAS = Extras()
 
-SLICE_NUMBERS = 2**19
-"""Log probabilities and numbers of vectors made at a time, which takes some 10 ms."""
-ROW_COST, LOGPROBS_COST = 500, 2500
+SLICE_NUMBERS = 2**18
+"""Log probabilities and numbers of vectors made at a time, which takes some 5 ms."""
+ROW_COST, LOGPROBS_COST = 200, 1500
 """To how many of them the making of a row comes, and of log probabilities for it."""
 
 
