@@ -142,6 +142,7 @@ def test_options_reach_another_process() -> None:
         (["--max-model-len", "4096"], "max_model_len", 4096),
         (["--stop-at-eos"], "stop_at_eos", True),
         (["--embedding-size", "8"], "embedding_size", 8),
+        (["--num-labels", "3"], "num_labels", 3),
         (["--num-gpu-blocks", "9"], "num_gpu_blocks", 9),
         (["--block-size", "32"], "block_size", 32),
         (["--kv-cache-size-tokens", "99"], "kv_cache_size_tokens", 99),

@@ -680,6 +680,45 @@ def test_the_journal_notes_requests_when_asked() -> None:
     ) == (2, 13, 1, 1, 0)
 
 
+@pytest.mark.parametrize(("task", "rows"), [("classify", 1), ("token_classify", 3)])
+@pytest.mark.parametrize("num_labels", [1, 4])
+def test_labels_get_probabilities(task: str, rows: int, num_labels: int) -> None:
+    """Several sum to one, a single one is between 0 and 1 and differs from request to request."""
+    driver = drive(num_labels=num_labels)
+    for i in range(5):
+        params = [None, None, None, None, task]
+        driver.add(f"r{i}", sampling_params=None, pooling_params=params)
+    driver.run()
+
+    found = []
+    for i in range(5):
+        (output,) = driver.outputs(f"r{i}")
+        assert output.pooling_output is not None
+        values = output.pooling_output.numpy()
+        assert values.shape == ((rows, num_labels) if rows > 1 else (num_labels,))
+        assert ((values > 0) & (values < 1)).all()
+        if num_labels > 1:
+            assert np.allclose(values.sum(axis=-1), 1)
+        found.append(float(values.reshape(-1)[0]))
+    assert len(set(found)) == 5
+
+
+def test_without_activation_there_are_logits_and_vectors_of_any_length() -> None:
+    """As the request asks."""
+    driver = drive(num_labels=50)
+    for task in ("classify", "embed"):
+        params = [False, None, None, None, task]
+        driver.add(task, sampling_params=None, pooling_params=params)
+    driver.run()
+
+    for task in ("classify", "embed"):
+        (output,) = driver.outputs(task)
+        assert output.pooling_output is not None
+        values = output.pooling_output.numpy()
+        assert values.min() < 0
+        assert not np.isclose(np.linalg.norm(values), 1)
+
+
 # Replaying a trace ------------------------------------------------------------------------------
 
 

@@ -119,6 +119,11 @@ class MockEngineConfig:
         default=64, validator=_integer(1, MAX_VECTOR_SIZE), metadata=TOKENS
     )
     """Numbers in the answer to a pooling request that does not say."""
+    num_labels: int = attrs.field(
+        default=1, validator=_integer(1, MAX_VECTOR_SIZE), metadata=TOKENS
+    )
+    """Probabilities in the answer to a request to classify. With 1, as of models that score, it is
+    any number from 0 to 1, otherwise they sum to 1."""
 
     max_model_len: int = attrs.field(default=1_048_576, validator=_integer(1), metadata=FIGURES)
     """Prompt and output tokens together never exceed this."""

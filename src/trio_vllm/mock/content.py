@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
@@ -272,22 +273,56 @@ def _coprime(size: int) -> int:
 
 
 PER_TOKEN = ("token_embed", "token_classify")
+_LABELLING = ("classify", "token_classify")
 
 
-def pooled_shape(params: PoolingParams, prompt_len: int, size: int) -> tuple[int, int]:
-    """How many vectors of how many numbers a request asks for; ``size`` if it does not say."""
-    return prompt_len if params.task in PER_TOKEN else 1, params.dimensions or size
+@attrs.frozen
+class Pooler:
+    """Makes up the answers to pooling requests: embeddings, or probabilities of labels."""
+
+    embedding_size: int
+    num_labels: int
+
+    def shape(self, params: PoolingParams, prompt_len: int) -> tuple[int, int]:
+        """How many vectors of how many numbers a request asks for."""
+        rows = prompt_len if params.task in PER_TOKEN else 1
+        if params.task in _LABELLING:
+            return rows, self.num_labels
+        return rows, params.dimensions or self.embedding_size
+
+    def empty(self, params: PoolingParams, prompt_len: int) -> Floats:
+        """Room for `fill`."""
+        return np.empty(self.shape(params, prompt_len), np.float32)
+
+    def fill(self, vectors: Floats, key: int, params: PoolingParams, rows: slice) -> None:
+        """Fill in some vectors, activated unless the request says ``use_activation=False``.
+
+        As in upstream, an activated embedding has length one, and activated labels are
+        probabilities: softmax of several, sigmoid of a single one.
+        """
+        size = vectors.shape[1]
+        bits = hashes(key, rows.start * size, (rows.stop - rows.start) * size).reshape(-1, size)
+        values = (bits >> np.uint64(40)).astype(np.float32) / np.float32(2**23) - np.float32(1)
+        is_labelling = params.task in _LABELLING
+        if is_labelling:
+            values *= _MAX_LOGIT
+        if params.use_activation is not False:
+            values = _probabilities(values) if is_labelling else _normalized(values)
+        vectors[rows] = values
 
 
-def empty_pool(params: PoolingParams, prompt_len: int, size: int) -> Floats:
-    """Room for `fill_pool`: a vector, or one for each token of the prompt if the task asks for it."""
-    return np.empty(pooled_shape(params, prompt_len, size), np.float32)
+_MAX_LOGIT = np.float32(4)
 
 
-def fill_pool(vectors: Floats, key: int, rows: slice) -> None:
-    """Fill in some vectors of length one."""
-    size = vectors.shape[1]
-    bits = hashes(key, rows.start * size, (rows.stop - rows.start) * size).reshape(-1, size)
-    values = (bits >> np.uint64(40)).astype(np.float32) / np.float32(2**23) - np.float32(1)
-    norms = np.linalg.norm(values, axis=1, keepdims=True)
-    vectors[rows] = values / np.maximum(norms, np.float32(1e-6))
+def _normalized(vectors: Floats) -> Floats:
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    normalized: Floats = vectors / np.maximum(norms, np.float32(1e-6))
+    return normalized
+
+
+def _probabilities(logits: Floats) -> Floats:
+    powers: Floats = np.exp(logits)
+    # the softmax of one label and of none
+    others = np.float32(1) if logits.shape[1] == 1 else np.float32(0)
+    probabilities: Floats = powers / (powers.sum(axis=1, keepdims=True) + others)
+    return probabilities

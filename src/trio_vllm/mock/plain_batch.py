@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable, Iterator
 import attrs
 
 from trio_vllm.mock.config import MockEngineConfig
-from trio_vllm.mock.content import PER_TOKEN, LogprobModel, TokenSource, empty_pool, fill_pool
+from trio_vllm.mock.content import PER_TOKEN, LogprobModel, Pooler, TokenSource
 from trio_vllm.mock.encoding import MessageBuilder
 from trio_vllm.mock.request import Extras, Request
 from trio_vllm.protocol import EngineCoreEvent, EngineCoreOutput, FinishReason, PrefillStats, Tensor
 
 _NO_EXTRAS = Extras()
 
-SLICE_NUMBERS = 2**19
-"""Log probabilities and numbers of vectors made at a time, which takes some 10 ms."""
-ROW_COST, LOGPROBS_COST = 500, 2500
+SLICE_NUMBERS = 2**18
+"""Log probabilities and numbers of vectors made at a time, which takes some 5 ms."""
+ROW_COST, LOGPROBS_COST = 200, 1500
 """To how many of them the making of a row comes, and of log probabilities for it."""
 
 
@@ -50,7 +50,7 @@ class PlainBatch:
         self._source = source
         self._vocab_size = config.vocab_size
         self._chunk_size = config.output_token_chunk_size
-        self._embedding_size = config.embedding_size
+        self._pooler = Pooler(config.embedding_size, config.num_labels)
         self._logprobs = LogprobModel(config.vocab_size)
         self._members: dict[str, _Member] = {}
         self._round: deque[_Member] = deque()  # members that the step in hand has not come to
@@ -195,9 +195,9 @@ class PlainBatch:
                 yield (rows.stop - rows.start) * token_ids.shape[1]
             output.prompt_token_id_logprobs = values
         if extras.pooling is not None:
-            vectors = empty_pool(extras.pooling, count, self._embedding_size)
+            vectors = self._pooler.empty(extras.pooling, count)
             for rows in _slices(*vectors.shape):
-                fill_pool(vectors, key, rows)
+                self._pooler.fill(vectors, key, extras.pooling, rows)
                 yield (rows.stop - rows.start) * vectors.shape[1]
             output.pooling_output = Tensor.from_numpy(
                 vectors if extras.pooling.task in PER_TOKEN else vectors[0]

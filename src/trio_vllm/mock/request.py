@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 
 from trio_vllm.mock.config import MockEngineConfig
-from trio_vllm.mock.content import TokenSource, pooled_shape, request_key
+from trio_vllm.mock.content import Pooler, TokenSource, request_key
 from trio_vllm.protocol import (
     Array,
     EngineCoreRequest,
@@ -148,7 +148,9 @@ class RequestFactory:
             return self._logprobs_fault(params, prompt_len)
         if wire.pooling_params is None:
             return "the request has neither sampling nor pooling parameters"
-        rows, size = pooled_shape(wire.pooling_params, prompt_len, config.embedding_size)
+        rows, size = Pooler(config.embedding_size, config.num_labels).shape(
+            wire.pooling_params, prompt_len
+        )
         return _too_many("pooling_params", rows * size)
 
     def _logprobs_fault(self, params: EngineCoreSamplingParams, prompt_len: int) -> str | None:
