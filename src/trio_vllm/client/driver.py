@@ -40,8 +40,8 @@ COORDINATION_BATCH = 100
 class CoreDriver:
     """Connects a `FrontendCore` to the channels of its engines.
 
-    Made by `open_client`. `EngineCoreClient` and `Llm` are built of its methods; whoever wants a
-    `Sink` of his own calls `submit` and `drop` too.
+    Made by `open_client`. `EngineCoreClient` and `Llm` are built of its methods, and other facades
+    with a `Sink` of their own can be.
 
     Its tasks receive outputs, send what can go together, keep the core's deadlines, take note of
     broken connections and, if there is a coordinator, keep up with the waves. Submitting a request
@@ -60,7 +60,7 @@ class CoreDriver:
         """
         Args:
           channels: The ways to the engines and from them.
-          core: What decides; nobody else may drive it.
+          core: Decides what is done; has no other driver.
           batch_size: Messages received at once.
           slice_time: Seconds of handing out outputs between two checkpoints. A message of 1,000
             outputs takes about 1 ms.
