@@ -26,9 +26,9 @@ from trio_vllm.client.utility_calls import (
     WORKER_RESULTS,
     KvCacheGroup,
     Result,
-    require_equal,
     concatenate,
     first,
+    require_equal,
 )
 from trio_vllm.errors import UtilityCallFailedError, UtilityRefusedError
 from trio_vllm.protocol import LoRARequest
