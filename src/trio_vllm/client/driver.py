@@ -147,8 +147,7 @@ class CoreDriver:
             try:
                 self._send_urgent()
                 self._follow_up()
-                while not call.is_settled:
-                    await waiter.wait()
+                await waiter.wait()
             finally:
                 self.core.close_call(call)
         if not call.is_settled:
@@ -295,6 +294,7 @@ class CoreDriver:
 
     async def _watch_connections(self) -> None:
         """Task: tell the core of broken connections."""
+        await trio.lowlevel.checkpoint()
         async for broken in self.channels.disconnects:
             now = trio.current_time()
             self.core.disconnected(
