@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from time import perf_counter
@@ -245,7 +245,10 @@ class CoreDriver:
         while True:
             batch = await outputs.receive_batch(limit)
             while batch:
-                await self._hand_out(batch)
+                waiting = iter(batch)
+                while self._hand_out(waiting):
+                    self._follow_up()
+                    await trio.lowlevel.checkpoint()
                 batch = self._receive_more(outputs) if len(batch) == limit else []
                 if batch:
                     self.core.pause_sending(trio.current_time())
@@ -254,21 +257,20 @@ class CoreDriver:
             self.core.resume_sending()
             self._follow_up()
 
+    def _hand_out(self, waiting: Iterator[Received]) -> bool:
+        """Give messages to the core, for one slice of time; whether it was too short for all."""
+        now, end = trio.current_time(), perf_counter() + self._slice_time
+        for frames, connection in waiting:
+            self.core.receive(frames, connection, now)
+            if perf_counter() > end:
+                return True
+        return False
+
     def _receive_more(self, receiver: FrameReceiver) -> list[Received]:
         try:
             return receiver.receive_batch_nowait(self._batch_size)
         except trio.WouldBlock:
             return []
-
-    async def _hand_out(self, batch: Iterable[Received]) -> None:
-        """Give messages to the core, in slices: other tasks have their turns in between."""
-        now, end = trio.current_time(), perf_counter() + self._slice_time
-        for frames, connection in batch:
-            if perf_counter() > end:
-                self._follow_up()
-                await trio.lowlevel.checkpoint()
-                now, end = trio.current_time(), perf_counter() + self._slice_time
-            self.core.receive(frames, connection, now)
 
     async def _send_queued(self) -> None:
         """Task: send what can wait until all tasks that are due now have had their turn."""
