@@ -43,7 +43,6 @@ RULES = {
     "client": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
     "llm": Allowed(BELOW_CLIENT - {"transport"} | {"client"}, IMPURE | {"trio"}),
     "mock": Allowed(frozenset({"protocol", "errors"}), frozenset({"random"})),
-    "mock/events": Allowed(frozenset({"protocol", "errors"}), frozenset({"logging"})),
     "mock/runner": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
     "mock/serve": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
     "cli": Allowed(

@@ -13,12 +13,12 @@ import pytest
 
 import trio_vllm
 from trio_vllm import mock
-from trio_vllm.cli import _llm_smoke, _mock_engine
+from trio_vllm.cli import llm_smoke, mock_engine
 from trio_vllm.llm import metrics as metrics
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
-APPS = {"llm-smoke": _llm_smoke.app, "mock-engine": _mock_engine.app}
+APPS = {"llm-smoke": llm_smoke.app, "mock-engine": mock_engine.app}
 
 
 def blocks(language: str) -> list[str]:
