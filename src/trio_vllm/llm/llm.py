@@ -235,7 +235,7 @@ class Llm:
             interval = max(interval, asked)
         generation = self._start(ids, children, interval)
         try:
-            yield GenerateStream(generation, self.client.drop)
+            yield GenerateStream(generation, self.client.driver.drop)
         finally:
             self._end(generation)
 
