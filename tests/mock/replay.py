@@ -3,13 +3,13 @@
 import argparse
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from trio_vllm.mock.block_hashes import BlockHasher, CacheScope
+from trio_vllm.mock.block_hashes import BlockHasher, CacheScope, MultiModalSpan
 from trio_vllm.mock.kv_cache import BlockTable, KvCache
 from trio_vllm.mock.kv_events import KvCacheEvent
 from trio_vllm.mock.scheduled_request import RequestStatus, ScheduledRequest
@@ -152,3 +152,139 @@ def load(path: Path) -> Json:
     """A recording."""
     recording: Json = json.loads(gzip.decompress(path.read_bytes()))
     return recording
+
+
+class OracleReplay:
+    """Our scheduler in a scenario of ``smoke/scheduler_oracle.py``, recorded in the same form."""
+
+    def __init__(self, settings: Json, *, fast_path: bool = True) -> None:
+        options = {name: settings[name] for name in settings if name in _CONFIG_FIELDS}
+        self.config = SchedulerConfig(**{**options, "release": tuple(settings["release"])})
+        self.cache = KvCache(
+            settings["num_blocks"],
+            settings["block_size"],
+            enable_prefix_caching=settings["enable_prefix_caching"],
+            hasher=BlockHasher(settings["hash"], settings["hash_seed"]),
+            enable_events=settings["events"],
+        )
+        self.scheduler = Scheduler(self.config, self.cache, fast_path=fast_path)
+        self.outputs: dict[ScheduledRequest, Iterator[int]] = {}
+        self.left: dict[ScheduledRequest, int] = {}
+        self.order: dict[str, ScheduledRequest] = {}
+        self.steps: list[Json] = []
+
+    def perform(self, operation: list[Any]) -> None:
+        """Carry out one operation."""
+        name, *arguments = operation
+        getattr(self, f"do_{name}")(*arguments)
+
+    def do_add(self, request: Json) -> None:
+        """Add a request."""
+        prompt = segment_tokens(request["prompt"])
+        lora = request.get("lora")
+        scope = CacheScope(
+            cache_salt=request.get("cache_salt"),
+            lora_name=None if lora is None else f"lora{lora}",
+            lora_path=f"/adapters/{lora}",
+            multimodal=tuple(MultiModalSpan(*span) for span in request.get("multimodal", ())),
+        )
+        added = ScheduledRequest(
+            request_id=request["id"],
+            num_prompt_tokens=len(prompt),
+            table=BlockTable(
+                prompt,
+                scope,
+                lora_id=lora,
+                skip_reading_prefix_cache=request.get("skip_reading_prefix_cache", False),
+            ),
+            priority=request["priority"],
+            arrival_time=request["arrival"],
+        )
+        self.outputs[added] = iter(segment_tokens([[request["output"], request["max_tokens"]]]))
+        self.left[added] = min(request["max_tokens"], self.config.max_model_len - len(prompt))
+        self.order[request["id"]] = added
+        self.scheduler.add(added, 0.0)
+
+    def do_abort(self, index: int, in_step: bool) -> None:
+        """Abort the unfinished request of this place, perhaps while a step is under way."""
+        unfinished = [
+            request_id
+            for request_id, request in self.order.items()
+            if request.status is not RequestStatus.FINISHED
+        ]
+        ids = unfinished[index : index + 1]
+        if not in_step:
+            self.scheduler.abort(ids)
+        elif self.scheduler.has_work:
+            self.step(ids)
+
+    def do_reset(self, running: bool) -> None:
+        """Reset the prefix cache."""
+        done = self.scheduler.reset_prefix_cache(0.0, reset_running_requests=running)
+        self.steps.append({"reset": done})
+
+    def do_pause(self, state: Any) -> None:
+        """Pause or resume."""
+        self.scheduler.paused = state
+
+    def do_step(self, count: int) -> None:
+        """Make steps while there is work."""
+        while count and self.scheduler.has_work:
+            count -= 1
+            self.step()
+
+    def step(self, aborted_meanwhile: Iterable[str] = ()) -> None:
+        """Make one step."""
+        step = self.scheduler.schedule(0.0)
+        self.scheduler.abort(aborted_meanwhile)
+        rows = [request for request in step.rows if request.status is RequestStatus.RUNNING]
+        for request in rows:
+            request.table.token_ids.append(next(self.outputs[request]))  # type: ignore[attr-defined]
+            self.left[request] -= 1
+        extras = self.scheduler.update(step, [one for one in rows if not self.left[one]])
+        self.steps.append(self._record(step, rows, extras))
+
+    def _record(
+        self, step: Step, rows: list[ScheduledRequest], extras: dict[ScheduledRequest, RowExtras]
+    ) -> Json:
+        stats = self.scheduler.make_stats(step)
+        details = stats.iteration_details
+        record: Json = {
+            "rows": [_short_row(request, extras.get(request)) for request in rows],
+            "counts": [
+                stats.num_running_reqs,
+                stats.num_waiting_reqs,
+                stats.num_skipped_waiting_reqs,
+            ],
+            "usage": stats.kv_cache_usage,
+            "prefix": [int(value) for value in attrs.astuple(stats.prefix_cache_stats)[:-1]],
+            "iteration": None if details is None else list(attrs.astuple(details)[:5]),
+            "blocks": {
+                one.request_id: one.table.blocks.copy()
+                for one in self.order.values()
+                if one.status is RequestStatus.RUNNING
+            },
+        }
+        events = self.cache.take_events()
+        if events:
+            record["events"] = json.loads(json.dumps([event.to_wire() for event in events]))
+        return record
+
+
+def segment_tokens(segments: list[list[int]]) -> list[int]:
+    """The tokens of segments; those of the same number begin the same."""
+    return [(seed * 7919 + index * 31) % 32_000 for seed, count in segments for index in range(count)]
+
+
+def _short_row(request: ScheduledRequest, extras: RowExtras | None) -> list[Any]:
+    row: list[Any] = [request.request_id, 1, None, None, None]
+    if request.status is RequestStatus.FINISHED:
+        row[2] = "length"
+    if extras is not None:
+        row[3] = [int(event.type) for event in extras.events] or None
+        if extras.prefill_stats is not None:
+            row[4] = list(attrs.astuple(extras.prefill_stats))
+    return row
+
+
+_CONFIG_FIELDS = {field.name for field in attrs.fields(SchedulerConfig)}
