@@ -148,10 +148,9 @@ _RECORDED_STATS = (
 )
 
 
-def load(path: Path) -> Json:
+def load(path: Path) -> Any:
     """A recording."""
-    recording: Json = json.loads(gzip.decompress(path.read_bytes()))
-    return recording
+    return json.loads(gzip.decompress(path.read_bytes()))
 
 
 class OracleReplay:
@@ -273,7 +272,9 @@ class OracleReplay:
 
 def segment_tokens(segments: list[list[int]]) -> list[int]:
     """The tokens of segments; those of the same number begin the same."""
-    return [(seed * 7919 + index * 31) % 32_000 for seed, count in segments for index in range(count)]
+    return [
+        (seed * 7919 + index * 31) % 32_000 for seed, count in segments for index in range(count)
+    ]
 
 
 def _short_row(request: ScheduledRequest, extras: RowExtras | None) -> list[Any]:

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import ormsgpack
 import pytest
-from tests.mock.replay import FOLDER, Json, Replay, load
+from tests.mock.replay import FOLDER, Json, OracleReplay, Replay, load
 
 from trio_vllm.mock.kv_events import EventPublisher
 
-RECORDED = sorted(FOLDER.glob("*.json.gz"))
+RECORDED = sorted(set(FOLDER.glob("*.json.gz")) - set(FOLDER.glob("random*")))
+RANDOM = [scenario for path in sorted(FOLDER.glob("random*")) for scenario in load(path)]
 
 
 def same(got: Json | None, expected: Json | None) -> bool:
@@ -42,6 +43,17 @@ def test_recorded_schedules_are_made_again(path: Path, *, fast_path: bool) -> No
         for number, (got, recorded) in enumerate(steps):
             expected = without_ids(recorded)
             assert same(got, expected), f"step {number}: {got} != {expected}"
+
+
+@pytest.mark.parametrize("fast_path", [True, False])
+@pytest.mark.parametrize("scenario", RANDOM, ids=lambda scenario: str(scenario["seed"]))
+def test_random_schedules_are_those_of_vllm(scenario: Json, *, fast_path: bool) -> None:
+    """Besides what the recordings show: the same blocks for each request, and the same events."""
+    replay = OracleReplay(scenario["settings"], fast_path=fast_path)
+    for operation in scenario["operations"]:
+        replay.perform(operation)
+    for number, (got, expected) in enumerate(zip_longest(replay.steps, scenario["steps"])):
+        assert got == expected, f"step {number}"
 
 
 def test_kv_events_are_those_of_the_engine() -> None:

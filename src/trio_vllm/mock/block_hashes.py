@@ -89,6 +89,8 @@ class CacheScope:
 
     def extra_keys(self, start: int, end: int) -> ExtraKeys | None:
         """The extra keys of the block of the tokens from ``start`` to ``end``."""
+        if self is PLAIN:
+            return None
         keys: list[tuple[str | int | bytes, ...]] = []
         if self.lora_name is not None:
             keys.append(("lora", self.lora_name, self.lora_path))

@@ -10,8 +10,9 @@ with one group of full-attention layers.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import attrs
 
@@ -84,7 +85,11 @@ class CachedBlocks:
 
     def add(self, block_hash: bytes, block: int) -> None:
         """Make a block known."""
-        self._blocks.setdefault(block_hash, []).append(block)
+        blocks = self._blocks.get(block_hash)
+        if blocks is None:
+            self._blocks[block_hash] = [block]
+        else:
+            blocks.append(block)
 
     def remove(self, block_hash: bytes, block: int) -> None:
         """Forget a block."""
@@ -170,8 +175,10 @@ class KvCache:
         """
         if not self.reads_cache(table):
             return []
+        count = (num_tokens - 1) // self.block_size
+        self._compute_hashes(table, count)
         found: list[int] = []
-        for block_hash in self._hash_blocks(table, (num_tokens - 1) // self.block_size):
+        for block_hash in itertools.islice(table.hashes, count):
             block = self._cached.find(block_hash)
             if block is None:
                 break
@@ -194,11 +201,13 @@ class KvCache:
 
     def extend(self, table: BlockTable, num_tokens: int) -> None:
         """Give a table blocks for so many tokens in all; there must be enough."""
-        for _ in range(self.blocks_for(num_tokens) - len(table.blocks)):
+        blocks = table.blocks
+        for _ in range(-(-num_tokens // self.block_size) - len(blocks)):
             block = self._free.pop()
-            self._evict(block)
+            if self._hashes[block] is not None:
+                self._evict(block)
             self._references[block] = 1
-            table.blocks.append(block)
+            blocks.append(block)
 
     def cache_full_blocks(self, table: BlockTable, num_tokens: int) -> None:
         """Make blocks known that are full once so many tokens are computed."""
@@ -206,8 +215,9 @@ class KvCache:
         known = table.num_cached
         if not self.enable_prefix_caching or full <= known:
             return
-        for index, block_hash in enumerate(self._hash_blocks(table, full, known), known):
-            block = table.blocks[index]
+        self._compute_hashes(table, full)
+        for index in range(known, full):
+            block, block_hash = table.blocks[index], table.hashes[index]
             self._hashes[block] = block_hash
             self._cached.add(block_hash, block)
         table.num_cached = full
@@ -260,26 +270,20 @@ class KvCache:
         events, self._events = self._events, []
         return events
 
-    def _hash_blocks(self, table: BlockTable, end: int, start: int = 0) -> Iterator[bytes]:
-        """The hashes of these full blocks of a request, each computed once."""
+    def _compute_hashes(self, table: BlockTable, count: int) -> None:
+        """Compute the hashes of the first full blocks of a request, each once."""
         hashes, size = table.hashes, self.block_size
-        for index in range(start, end):
-            if index == len(hashes):
-                first = index * size
-                hashes.append(
-                    self._hasher.hash_block(
-                        hashes[-1] if hashes else None,
-                        table.token_ids[first : first + size],
-                        table.scope.extra_keys(first, first + size),
-                    )
-                )
-            yield hashes[index]
+        for index in range(len(hashes), count):
+            start, end = index * size, (index + 1) * size
+            parent = hashes[-1] if hashes else None
+            extra_keys = table.scope.extra_keys(start, end)
+            token_ids = table.token_ids[start:end]
+            hashes.append(self._hasher.hash_block(parent, token_ids, extra_keys))
 
     def _evict(self, block: int) -> None:
-        """Forget the contents of a block that is handed out."""
+        """Forget the contents of a cached block."""
         block_hash = self._hashes[block]
-        if block_hash is None:
-            return
+        assert block_hash is not None
         self._hashes[block] = None
         self._cached.remove(block_hash, block)
         if self._enable_events:

@@ -285,10 +285,13 @@ class Scheduler:
 
     def _schedule_group(self, step: Step) -> None:
         """Schedule the running requests, all of which decode."""
-        cache = self._cache
+        cache, block_size = self._cache, self._cache.block_size
         for request, num_computed_tokens in self._group.step():
-            cache.extend(request.table, num_computed_tokens)
-            cache.cache_full_blocks(request.table, num_computed_tokens)
+            # A block begins with one token, and so it may also be full of it.
+            if num_computed_tokens % block_size == 1 % block_size:
+                cache.extend(request.table, num_computed_tokens)
+            if not num_computed_tokens % block_size:
+                cache.cache_full_blocks(request.table, num_computed_tokens)
         count = len(self._running)
         step.rows = self._running.copy()
         step.budget -= count
