@@ -46,6 +46,7 @@ RULES = {
     "mock/events": Allowed(frozenset({"protocol", "errors"}), frozenset({"logging"})),
     "mock/runner": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
     "mock/serve": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
+    "asyncio": Allowed(frozenset({"llm"}), frozenset({"asyncio", "trio"})),
     "cli": Allowed(
         frozenset({PUBLIC_NAMES, "mock", "concurrency"}), IMPURE | {"cyclopts", "rich", "trio"}
     ),
