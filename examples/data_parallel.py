@@ -1,6 +1,6 @@
 """Several engines behind one client: balanced, pinned, and what is known of each.
 
-    mock-engine --engine-count 4 & python examples/data_parallel.py [HANDSHAKE_ADDRESS]
+mock-engine --engine-count 4 & python examples/data_parallel.py [HANDSHAKE_ADDRESS]
 """
 
 import sys
@@ -16,7 +16,9 @@ async def main(address: str = "tcp://127.0.0.1:29550") -> None:
     mode = HandshakeOwner(handshake_address=address, engine_count=4)
     params = SamplingParams(max_tokens=8)
     async with open_llm(mode) as llm:
-        requests = [GenerateRequest(prompt_token_ids=[n], sampling_params=params) for n in range(100)]
+        requests = [
+            GenerateRequest(prompt_token_ids=[n], sampling_params=params) for n in range(100)
+        ]
         spread: Counter[int] = Counter()
         async with llm.map(requests, limit=32) as results:
             async for _, output in results:

@@ -23,7 +23,9 @@ async def main(address: str = "tcp://127.0.0.1:29550") -> None:
     observers = [LlmMetrics(registry, model_name="my-model")]
     async with open_llm(HandshakeOwner(handshake_address=address), observers=observers) as llm:
         requests = [
-            GenerateRequest(prompt_token_ids=[1, 2, 3], sampling_params=SamplingParams(max_tokens=9))
+            GenerateRequest(
+                prompt_token_ids=[1, 2, 3], sampling_params=SamplingParams(max_tokens=9)
+            )
         ] * 10
         async with llm.map(requests) as results:
             async for _ in results:
