@@ -165,7 +165,7 @@ async def answer_all(world: LlmWorld, first: float, rest: float) -> None:
             for request in requests[seen:]:
                 nursery.start_soon(answer, request.request_id)
             seen = len(requests)
-            await trio.sleep(0.001)
+            await trio.sleep(0.01)
 
 
 async def load(
@@ -183,14 +183,14 @@ async def test_latencies(autojump_clock: trio.testing.MockClock) -> None:
     summary = result.summary()
 
     assert summary["completed"] == 2
-    assert summary["mean_ttft_ms"] == pytest.approx(1000, abs=3)
-    assert summary["p99_itl_ms"] == pytest.approx(500, abs=3)
-    assert summary["median_tpot_ms"] == pytest.approx(500, abs=3)
-    assert summary["mean_e2el_ms"] == pytest.approx(1500, abs=3)
-    assert summary["duration"] == pytest.approx(1.75, abs=0.003)
+    assert summary["mean_ttft_ms"] == pytest.approx(1000, abs=12)
+    assert summary["p99_itl_ms"] == pytest.approx(500, abs=12)
+    assert summary["median_tpot_ms"] == pytest.approx(500, abs=12)
+    assert summary["mean_e2el_ms"] == pytest.approx(1500, abs=12)
+    assert summary["duration"] == pytest.approx(1.75, abs=0.02)
     assert summary["total_input_tokens"] == 6
     assert summary["total_output_tokens"] == 4
-    assert summary["request_throughput"] == pytest.approx(2 / 1.75, rel=0.01)
+    assert summary["request_throughput"] == pytest.approx(2 / 1.75, rel=0.02)
     assert summary["max_concurrent_requests"] == 2
 
 
@@ -207,7 +207,7 @@ async def test_a_limit_in_flight(autojump_clock: trio.testing.MockClock) -> None
     result = await load([request_at(0)] * 4, max_concurrency=1)
 
     assert result.summary()["max_concurrent_requests"] == 1
-    assert result.duration == pytest.approx(6, abs=0.02)
+    assert result.duration == pytest.approx(6, abs=0.1)
 
 
 async def test_a_number_of_requests(autojump_clock: trio.testing.MockClock) -> None:
@@ -222,7 +222,7 @@ async def test_a_duration(autojump_clock: trio.testing.MockClock) -> None:
     result = await load([request_at(time) for time in range(10)], duration=2.5)
 
     assert len(result.records) == 3
-    assert result.duration == pytest.approx(3.5, abs=0.01)
+    assert result.duration == pytest.approx(3.5, abs=0.03)
 
 
 async def test_a_duration_with_a_limit_in_flight(autojump_clock: trio.testing.MockClock) -> None:
