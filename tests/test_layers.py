@@ -48,6 +48,7 @@ RULES = {
     "mock": Allowed(frozenset({"protocol", "errors"}), frozenset({"random"})),
     "mock/runner": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
     "mock/serve": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
+    "asyncio": Allowed(frozenset({"llm"}), frozenset({"asyncio", "trio"})),
     "cli": Allowed(
         frozenset({PUBLIC_NAMES, *PUBLIC_PACKAGES, "concurrency"}),
         IMPURE | {"cyclopts", "rich", "trio"},

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 import attrs
@@ -18,6 +18,7 @@ import trio
 from trio_vllm.client import EngineCoreClient, EngineSource, open_client
 from trio_vllm.concurrency import Waker, running
 from trio_vllm.errors import ConfigurationError, copy_error
+from trio_vllm.llm.batch import BatchResults
 from trio_vllm.llm.collector import Collector
 from trio_vllm.llm.observers import BatchTokens, ObservedCollector, Observer, StatsLine
 from trio_vllm.llm.output import CompletionDelta, EncodeOutput, GenerateOutput
@@ -259,6 +260,38 @@ class Llm:
             )
         finally:
             self._end(generation)
+
+    @asynccontextmanager
+    async def map(
+        self,
+        requests: Iterable[GenerateRequest] | AsyncIterable[GenerateRequest],
+        *,
+        limit: int = 256,
+        ordered: bool = False,
+        retries: int = 0,
+    ) -> AsyncIterator[BatchResults[GenerateRequest, GenerateOutput]]:
+        """Complete many prompts; the block's value iterates over pairs of request and output.
+
+        In place of an output stands the `EngineCoreError` of a request that failed; the others go
+        on. Leaving the block aborts what is in flight.
+
+        Args:
+          requests: Taken from one by one, as there is room; may be endless.
+          limit: How many requests may be in flight or wait to be taken out of the iterator.
+          ordered: Whether the pairs come in the order of the requests, instead of as they end.
+          retries: How often a request is sent again whose engine has died meanwhile.
+
+        Raises:
+          ConfigurationError: ``limit`` or ``retries`` is too small.
+
+        Cancellation:
+          Aborts what is in flight.
+        """
+        results = BatchResults(
+            requests, self.generate, limit=limit, ordered=ordered, retries=retries
+        )
+        async with running(results.run):
+            yield results
 
     def abort(self, request_ids: Iterable[str] = ()) -> None:
         """End requests by the caller's ids, each with all engine requests it stands for.
