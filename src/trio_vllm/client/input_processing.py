@@ -95,18 +95,19 @@ def fill_defaults(
     return attrs.evolve(request, **changes) if changes else request
 
 
+_CONVERTIBLE = (list, tuple, range, np.ndarray)
+"""No iterators: a request may be sent again, and several completions share their parameters."""
+
+
 def _as_lists(holder: Any, names: Iterable[str]) -> dict[str, Any]:
     """Token ids that are not yet a list of integers; what are none at all is left."""
     changes = {}
     for name in names:
         value = getattr(holder, name)
-        if value is None or (type(value) is tuple and not value):
+        if value is None or not isinstance(value, _CONVERTIBLE):
             continue
-        try:
-            token_ids = as_token_ids(value, name)
-        except TypeError:
-            continue
-        if token_ids is not value:
+        token_ids = as_token_ids(value, name)
+        if token_ids is not value and not (type(value) is tuple and not value):
             changes[name] = token_ids
     return changes
 
@@ -489,7 +490,9 @@ _GENERATION_TASKS = {"generate", "transcription", "realtime"}
 
 def _check_width(embeds: Tensor, limits: RequestLimits) -> None:
     if not limits.accepts_prompt_embeds:
-        reason = "needs engines with --enable-prompt-embeds, which accepts_prompt_embeds=True states"
+        reason = (
+            "needs engines with --enable-prompt-embeds, which accepts_prompt_embeds=True states"
+        )
         raise unsupported("prompt_embeds", reason)
     if limits.hidden_size is None:
         raise unsupported("prompt_embeds", "needs the model's hidden_size to be stated")
@@ -616,7 +619,9 @@ def _check_prompt_logprob_token_ids(params: EngineCoreSamplingParams, length: in
         raise invalid("prompt_logprob_start", "needs prompt_logprob_token_ids")
     rows = length - 1 - (params.prompt_logprob_start or 0)
     if ids.ndim != 2 or ids.dtype.kind not in "iu" or not ids.size:
-        raise invalid("prompt_logprob_token_ids", "must be integers of shape [rows, ids], not empty")
+        raise invalid(
+            "prompt_logprob_token_ids", "must be integers of shape [rows, ids], not empty"
+        )
     if len(ids) != rows:
         raise invalid("prompt_logprob_token_ids", f"must have {rows} rows, not {len(ids)}")
     if int(ids.min()) < -1 or int(ids.max()) >= 2**31:

@@ -57,8 +57,9 @@ def _is_refused(params: StructuredOutputsParams, backend: str) -> bool:
 
 def _has_types(params: StructuredOutputsParams) -> bool:
     """Whether the constraints can be looked at before the fields are checked one by one."""
-    texts = (params.regex, params.grammar, params.structural_tag)
-    return isinstance(params.json, str | dict | None) and all(
+    schema: Any = params.json
+    texts: tuple[Any, ...] = (params.regex, params.grammar, params.structural_tag)
+    return isinstance(schema, str | dict | None) and all(
         isinstance(text, str | None) for text in texts
     )
 
