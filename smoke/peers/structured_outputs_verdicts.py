@@ -10,6 +10,7 @@ drops must agree exactly. ``--save`` writes a selection, with vLLM's verdicts, a
 import argparse
 import json
 import random
+import re
 import subprocess
 import sys
 from typing import Any
@@ -87,10 +88,11 @@ KEYWORDS: dict[str, Any] = {
     "default": value({"type": "number", "multipleOf": 1}),
 }
 
-ATOMS = (
+ATOMS = re.findall(
+    r"\S+",
     r"a b ( ) (?: [a-z] [^a] [ ] \d \ \b \1 * + ? {2} {1,3} {3,1} { } | . ^ $ (?=a) (?<n> (?P<n> (?i)"
-    r" \p{L} - \. []a] [[:alpha:]] \u0041 \x41 (?!a) \q [\d-] (a) (ab|c) é {,2} {2,} a b a b"
-).split(" ")  # noqa: SIM905
+    r" \p{L} - \. []a] [[:alpha:]] \u0041 \x41 (?!a) \q [\d-] (a) (ab|c) é {,2} {2,} a b a b",
+)
 
 PIECES = (
     "root ::= ", '"a"', " | ", "b", "\nb ::= ", "start: ", "\n", "root", "::=", " # start", '"open', "A: /x/",
