@@ -104,7 +104,7 @@ async def check(mode: Bootstrapped, port: int, addresses: dict[str, object]) -> 
         nursery.start_soon(trio.to_thread.run_sync, supervise, port, addresses)
         async with open_client(mode) as client:
             assert client.input_address == mode.input_address
-            told = {r.dp_stats_address for r in client.fleet.ready_responses.values()}
+            told = {r.dp_stats_address for r in client.engine_info.ready_responses.values()}
             assert told == {addresses["frontend_stats_publish_address"]}, told
             for number, rank in enumerate([0, 1, 1, 0, 1]):
                 await generate(client, f"alone {number}", rank)

@@ -99,7 +99,7 @@ def owner(port: int, **options: Any) -> HandshakeOwner:
 async def check_waves(mode: HandshakeOwner, launcher: Process) -> None:
     """Begin waves at either engine, with work for one and for both, and pause in between."""
     async with open_client(mode) as client:
-        assert client.fleet.data_parallel_size == 2
+        assert client.engine_info.data_parallel_size == 2
         for number, rank in enumerate([0, 1, 1, 0, 1]):
             await generate(client, f"alone {number}", rank)
             if number % 2:

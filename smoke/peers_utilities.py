@@ -79,7 +79,7 @@ async def inspect(client: EngineCoreClient) -> None:
     """What it is."""
     assert await client.get_supported_tasks() == ["generate"]
     (group,) = await client.get_kv_cache_group_metadata()
-    assert (group.kind, group.block_size) == ("full_attention", client.fleet.block_size)
+    assert (group.kind, group.block_size) == ("full_attention", client.engine_info.block_size)
     await client.execute_dummy_batch()
 
 

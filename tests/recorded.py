@@ -8,8 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import pytest
 
 FOLDER = Path(__file__).parent / "vectors"
+
+VERSIONS = ("0.32", "0.33")
+"""The versions of vLLM that were recorded; each has a folder."""
+
+each_version = pytest.mark.parametrize("version", VERSIONS)
 
 
 @attrs.frozen
@@ -43,23 +49,34 @@ class Message:
 
 @attrs.frozen
 class Recording:
-    """One scenario."""
+    """One scenario with programs of one version of vLLM."""
 
+    version: str
+    """Such as ``0.33``."""
     name: str
     producer: str
     messages: list[Message]
     expected: dict[str, Any]
 
+    @property
+    def label(self) -> str:
+        """Tells it from all others."""
+        return f"{self.version}-{self.name}"
+
 
 @functools.cache
 def recordings() -> list[Recording]:
-    """All of them, by name."""
-    return [_load(path) for path in sorted(FOLDER.glob("*.json"))]
+    """All of them, by version and name."""
+    return [_load(path) for path in sorted(FOLDER.glob("*/*.json"))]
 
 
-def recording(name: str) -> Recording:
-    """The one of this name."""
-    (found,) = (scenario for scenario in recordings() if scenario.name == name)
+def recording(name: str, version: str = "0.33") -> Recording:
+    """The one of this name and version."""
+    (found,) = (
+        scenario
+        for scenario in recordings()
+        if (scenario.name, scenario.version) == (name, version)
+    )
     return found
 
 
@@ -79,5 +96,9 @@ def _load(path: Path) -> Recording:
         for message in scenario["messages"]
     ]
     return Recording(
-        scenario["name"], scenario["producer"], messages, scenario.get("expected") or {}
+        path.parent.name,
+        scenario["name"],
+        scenario["producer"],
+        messages,
+        scenario.get("expected") or {},
     )

@@ -9,8 +9,7 @@ from types import ModuleType
 import pytest
 
 import trio_vllm
-from trio_vllm import EngineCoreError, client, llm
-from trio_vllm import errors as _errors
+from trio_vllm import EngineCoreError, client, errors as _errors, llm
 
 VLLM_NAMES = {
     "Bootstrapped",
@@ -37,7 +36,17 @@ VLLM_NAMES = {
 }
 """Names that users of vLLM's own client bring with them."""
 
-BUILDING_BLOCKS = {"Sink"}
+BUILDING_BLOCKS = {
+    "ClientStatistics",
+    "CoreDriver",
+    "EngineSource",
+    "FrontendCore",
+    "LeastLoaded",
+    "LeastWaiting",
+    "LoadBalancer",
+    "Sink",
+    "run_client",
+}
 """What `Llm` uses of the client, and nobody else needs."""
 
 

@@ -220,4 +220,4 @@ async def test_what_is_an_attribute_of_the_instance() -> None:
         llm = trio_vllm.Llm(world.client)
 
         assert llm.client is world.client
-        assert list(world.client.fleet.ready_responses) == [0]
+        assert list(world.client.engine_info.ready_responses) == [0]

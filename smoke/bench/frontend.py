@@ -1,7 +1,7 @@
 """A bare frontend: starts engine cores, sends them requests, keeps what they answer.
 
-It knows nothing of the package and does as little as possible, for it shares the machine with the
-engine that it measures.
+It takes the layout of messages from the package and nothing else, and does as little as possible,
+for it shares the machine with the engine that it measures.
 """
 
 import contextlib
@@ -14,16 +14,18 @@ import ormsgpack
 import zmq
 
 from processes import Process, ProcessError, running
+from trio_vllm.protocol import EngineCoreOutput, OutputsMessage, index_of
 
 PROMPT_LENGTH = 32
 ID_PATTERN = "bench-{:08x}-a1b2c3d4"
 PLACEHOLDER = ID_PATTERN.format(0).encode()
 
-FINISH_REASON = 5
+FINISH_REASON = index_of(EngineCoreOutput, "finish_reason")
 """Where it stands in a row of outputs."""
 
-ANSWER = 4
-"""Where the answer to a utility call stands in a message."""
+ROWS = index_of(OutputsMessage, "outputs")
+ANSWER = index_of(OutputsMessage, "utility_output")
+"""Where the rows and the answer to a utility call stand in a message."""
 
 LONGEST_ANSWER = 1000
 """Bytes of a message that may be one."""
@@ -171,7 +173,7 @@ def _request_template(max_tokens: int) -> bytes:
 
 def unpack_rows(payload: bytes | memoryview) -> list[list[Any]]:
     """The outputs of a message."""
-    rows: list[list[Any]] = ormsgpack.unpackb(payload)[1]
+    rows: list[list[Any]] = ormsgpack.unpackb(payload)[ROWS]
     return rows
 
 

@@ -11,8 +11,10 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from bench.workers import Answer
-from trio_vllm import EngineCoreClient, EngineCoreReadyResponse, Llm
-from trio_vllm.transport import EngineChannels
+from trio_vllm import EngineCoreReadyResponse, Llm
+from trio_vllm.client import run_client
+from trio_vllm.protocol import EngineCoreOutput, FinishReason, defaults_of, index_of
+from trio_vllm.transport import Disconnect, EngineChannels, Received
 
 READY = EngineCoreReadyResponse(
     max_model_len=1_048_576,
@@ -34,10 +36,10 @@ READY = EngineCoreReadyResponse(
 )
 
 TOKEN = 31_999
-LENGTH = 1
-"""The finish reason."""
-REST_OF_ROW = [*[None] * 11, 0, *[None] * 5]
-"""What a real engine writes behind the token ids."""
+ROW = defaults_of(EngineCoreOutput)
+"""What a real engine writes in a row without anything, but for the id and the token ids."""
+
+FINISH_REASON = index_of(EngineCoreOutput, "finish_reason")
 
 Message = list[bytes]
 
@@ -77,7 +79,7 @@ class Feed:
         self._news.set()
         await self._used_up.wait()
 
-    async def receive_batch(self, limit: int) -> list[Message]:
+    async def receive_batch(self, limit: int) -> list[Received]:
         """Give what is waiting, at most ``limit`` and `batch_limit`."""
         if not self._waiting:
             self._used_up.set()  # being here, the client is done with the last one
@@ -87,18 +89,12 @@ class Feed:
             await trio.lowlevel.checkpoint()
         return self.receive_batch_nowait(limit)
 
-    async def receive_batch_with_descriptors(self, limit: int) -> list[tuple[Message, int | None]]:
+    def receive_batch_nowait(self, limit: int) -> list[Received]:
         """See `receive_batch`; all comes by one connection."""
-        return [(message, 7) for message in await self.receive_batch(limit)]
-
-    def has_more(self) -> bool:
-        """Whether something is waiting."""
-        return bool(self._waiting)
-
-    def receive_batch_nowait(self, limit: int) -> list[Message]:
-        """See `receive_batch`."""
+        if not self._waiting:
+            raise trio.WouldBlock
         count = min(limit, self.batch_limit, len(self._waiting))
-        return [self._waiting.pop() for _ in range(count)]
+        return [(self._waiting.pop(), 7) for _ in range(count)]
 
     def send_nowait(self, frames: Sequence[bytes | memoryview]) -> None:
         """Take what the client sends."""
@@ -122,23 +118,22 @@ def _request_id(payload: bytes | memoryview) -> str:
 async def unwired_llm() -> AsyncIterator[tuple[Llm, Feed]]:
     """Open an `Llm` on a `Feed`."""
     feed = Feed()
-    _, losses = trio.open_memory_channel[int](0)
-    client = EngineCoreClient(EngineChannels("", "", {0: READY}, feed, feed, losses))
-    async with client.running():
+    _, disconnects = trio.open_memory_channel[Disconnect](0)
+    async with run_client(EngineChannels("", "", {0: READY}, feed, feed, disconnects)) as client:
         yield Llm(client), feed
 
 
 def tokens_for(request_ids: Sequence[str], *, short: bool = False) -> Message:
     """A message with a token for each request, as vLLM writes it; ``short``, as the mock does."""
-    rest = [] if short else REST_OF_ROW
+    rest = [] if short else ROW[2:]
     return message([[request_id, [TOKEN], *rest] for request_id in request_ids])
 
 
 def ends_of(request_ids: Sequence[str]) -> Message:
     """A message with the last token of each request."""
-    rest = [*REST_OF_ROW]
-    rest[3] = LENGTH
-    rows = [[request_id, [TOKEN], *rest] for request_id in request_ids]
+    ended = list(ROW)
+    ended[FINISH_REASON] = FinishReason.LENGTH.value
+    rows = [[request_id, [TOKEN], *ended[2:]] for request_id in request_ids]
     return message(rows, list(request_ids))
 
 

@@ -128,7 +128,7 @@ class FakeEngine:
 
     async def _serve(self, links: FrontendChannels) -> None:
         while True:
-            for frames in await links.inputs[0].receive_batch(16):
+            for frames, _ in await links.inputs[0].receive_batch(16):
                 message = decode_engine_message(frames)
                 if isinstance(message, UtilityRequest) and message.method == TASKS_METHOD:
                     tasks = UtilityOutput(message.call_id, result=["generate"])

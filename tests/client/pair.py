@@ -18,6 +18,11 @@ from trio_vllm.protocol import (
 )
 
 
+def has_work(mock: MockEngine, now: float) -> bool:
+    """Whether a mock engine would make a step now."""
+    return mock.has_work
+
+
 async def serve(
     engine: Engine,
     mock: MockEngine,
@@ -26,7 +31,7 @@ async def serve(
     """Let a mock engine answer, for ever; it makes a step whenever nothing else is to be done."""
     task_status.started()
     while True:
-        if mock.has_work:
+        if has_work(mock, trio.current_time()):
             await trio.lowlevel.checkpoint()
         else:
             relay(engine, mock.handle(await engine.inbox.receive(), trio.current_time()))
@@ -40,13 +45,13 @@ def take(engine: Engine, mock: MockEngine) -> None:
         messages = engine.inbox.receive_batch_nowait(1_000_000)
     except (trio.WouldBlock, trio.EndOfChannel):
         return
-    for frames in messages:
+    for frames, _ in messages:
         relay(engine, mock.handle(frames, trio.current_time()))
 
 
 def step(engine: Engine, mock: MockEngine) -> None:
     """Let a mock engine make a step, if it has work."""
-    if mock.has_work:
+    if has_work(mock, trio.current_time()):
         relay(engine, mock.step(trio.current_time()))
 
 
@@ -75,7 +80,7 @@ def expected_tokens(mock: MockEngine, request: EngineCoreRequest) -> list[int]:
     twin = MockEngine(mock.config, mock.engine_index)
     token_ids: list[int] = []
     outgoing = twin.handle([bytes(frame) for frame in encode_add(request)], 1.0)
-    while outgoing or twin.has_work:
+    while outgoing or has_work(twin, 1.0):
         for _, frames in outgoing:
             outputs = decode_outputs([bytes(frame) for frame in frames])
             assert isinstance(outputs, RequestBatchOutputs)

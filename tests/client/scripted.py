@@ -12,7 +12,7 @@ import trio
 from tests.memory import MemoryReceiver, MemoryRouter, MemorySender, open_memory_connection
 from tests.ready import ready_response
 
-from trio_vllm.client import EngineCoreClient
+from trio_vllm.client import EngineCoreClient, run_client
 from trio_vllm.concurrency import running
 from trio_vllm.protocol import (
     EngineId,
@@ -22,7 +22,7 @@ from trio_vllm.protocol import (
     decode_engine_message,
     encode_outputs,
 )
-from trio_vllm.transport import EngineChannels
+from trio_vllm.transport import Disconnect, EngineChannels
 
 
 @attrs.frozen
@@ -75,13 +75,12 @@ async def scripted_engines(
     engines = ScriptedEngines(answers, {index: [] for index, _ in enumerate(versions)})
     router = MemoryRouter()
     send_output, outputs = open_memory_connection()
-    _, losses = trio.open_memory_channel[int](0)
+    _, disconnects = trio.open_memory_channel[Disconnect](0)
     responses = {i: ready_response(i, vllm_version=version) for i, version in enumerate(versions)}
-    links = EngineChannels("memory:in", "memory:out", responses, router, outputs, losses)
-    client = EngineCoreClient(links)
+    channels = EngineChannels("memory:in", "memory:out", responses, router, outputs, disconnects)
     servers = [
         partial(engines.serve, index, router.connect(EngineId.of(index)), send_output)
         for index in responses
     ]
-    async with running(*servers), client.running():
+    async with running(*servers), run_client(channels) as client:
         yield client, engines

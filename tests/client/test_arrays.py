@@ -12,7 +12,7 @@ from tests.client.world import make_output, make_request, open_world
 from trio.testing import wait_all_tasks_blocked
 
 from trio_vllm.client import OutputStream
-from trio_vllm.errors import DecodeError, EngineDeadError
+from trio_vllm.errors import DecodeError
 from trio_vllm.protocol import (
     EngineCoreSamplingParams,
     Logprobs,
@@ -62,7 +62,9 @@ async def test_a_broken_array_hurts_one_request(spoil_message: Break) -> None:
     async with open_world() as world:
         bad, good = OutputStream("bad"), OutputStream("good")
         for stream in (bad, good):
-            world.client.submit(make_request(stream.request_id, sampling_params=params), stream)
+            world.client.driver.submit(
+                make_request(stream.request_id, sampling_params=params), stream
+            )
         world.engine.received()
         outputs = [
             make_output([7], stream.request_id, new_prompt_logprobs_tensors=PROMPT_LOGPROBS)
@@ -92,9 +94,10 @@ async def test_code_is_not_loaded(code: int) -> None:
     """Extension types 1 and 2 are pickles."""
     async with open_world() as world:
         stream = OutputStream("r")
-        world.client.submit(make_request(), stream)
+        world.client.driver.submit(make_request(), stream)
         raw = [0, [["r", [7], None, None, ["int32", [1], ormsgpack.Ext(code, b"cos\nsystem\n")]]]]
         await world.engine.say(ormsgpack.packb(raw))
 
-        with pytest.raises(EngineDeadError, match="extension"):
+        with pytest.raises(DecodeError, match="never loaded"):
             await anext(stream)
+        assert world.client.is_healthy

@@ -53,13 +53,13 @@ async def test_waiting_for_the_failure_leaves_nothing_behind() -> None:
     async with open_world() as world:
         assert await was_cancelled_at(1, world.client.wait_failed)
 
-        assert world.client._failed.statistics().tasks_waiting == 0
+        assert world.client.statistics().tasks_waiting_for_failure == 0
 
 
 async def test_a_cancelled_reader_loses_no_output() -> None:
     async with open_pair() as (world, _):
         sink, got = OutputStream("r"), []
-        world.client.submit(make_request(max_tokens=50), sink)
+        world.client.driver.submit(make_request(max_tokens=50), sink)
 
         async def read() -> None:
             got.append((await anext(sink)).output.new_token_ids)
@@ -71,7 +71,7 @@ async def test_a_cancelled_reader_loses_no_output() -> None:
             with trio.move_on_after(0):
                 await read()
         reference = OutputStream("r")
-        world.client.submit(make_request(max_tokens=50), reference)
+        world.client.driver.submit(make_request(max_tokens=50), reference)
 
         assert got == [item.output.new_token_ids async for item in reference]
 

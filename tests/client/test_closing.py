@@ -16,7 +16,7 @@ async def test_leaving_the_block_aborts_what_is_in_flight_at_once() -> None:
     streams = [OutputStream(f"r{number}") for number in range(3)]
     async with open_world(2) as world:
         for stream in streams:
-            world.client.submit(make_request(stream.request_id), stream)
+            world.client.driver.submit(make_request(stream.request_id), stream)
         for engine in world.engines:
             engine.received()
 
@@ -30,7 +30,7 @@ async def test_leaving_the_block_aborts_what_is_in_flight_at_once() -> None:
 async def test_what_came_before_the_end_is_delivered_first() -> None:
     async with open_world() as world:
         stream = OutputStream("r")
-        world.client.submit(make_request(), stream)
+        world.client.driver.submit(make_request(), stream)
         await world.engine.emit("r", [7])
 
     assert (await anext(stream)).output.new_token_ids == [7]
@@ -41,7 +41,7 @@ async def test_what_came_before_the_end_is_delivered_first() -> None:
 async def test_a_finished_stream_ends_as_ever() -> None:
     async with open_world() as world:
         stream = OutputStream("r")
-        world.client.submit(make_request(), stream)
+        world.client.driver.submit(make_request(), stream)
         await world.engine.emit("r", [7], FinishReason.LENGTH)
 
     assert [item.output.new_token_ids async for item in stream] == [[7]]
@@ -53,14 +53,14 @@ async def test_use_after_the_block() -> None:
     client = world.client
 
     with pytest.raises(ClientClosedError, match="the client is closed"):
-        client.submit(make_request(), OutputStream("r"))
+        client.driver.submit(make_request(), OutputStream("r"))
     with pytest.raises(ClientClosedError):
         async with client.call(make_request()):
             raise AssertionError("it was sent")
     with pytest.raises(ClientClosedError):
         await client.call_utility("is_sleeping")
     with pytest.raises(ClientClosedError):
-        client.raise_if_failed()
+        client.driver.core.raise_if_failed()
     assert world.engine.received() == []
 
 
@@ -75,7 +75,7 @@ async def test_what_can_still_be_asked_after_the_block() -> None:
     assert isinstance(await client.wait_failed(), ClientClosedError)
     client.abort(["r"])
     client.abort_all()
-    client.drop(OutputStream("r"))
+    client.driver.drop(OutputStream("r"))
     client.close()
 
 
@@ -117,14 +117,14 @@ async def test_the_first_cause_is_kept(autojump_clock: MockClock) -> None:
 
         assert isinstance(world.client.failure, EngineDeadError)
         with pytest.raises(EngineDeadError):
-            world.client.raise_if_failed()
+            world.client.driver.core.raise_if_failed()
 
 
 async def test_what_the_block_raises_comes_out_as_it_is() -> None:
     error = ZeroDivisionError()
     with pytest.raises(ZeroDivisionError) as caught:
         async with open_world() as world:
-            world.client.submit(make_request(), OutputStream("r"))
+            world.client.driver.submit(make_request(), OutputStream("r"))
             raise error
 
     assert caught.value is error
@@ -147,7 +147,7 @@ async def test_a_bug_in_a_task_surfaces_once_as_such() -> None:
 
     with pytest.raises(InternalError) as caught:
         async with open_world() as world:
-            world.client.submit(make_request(), Broken("r"))
+            world.client.driver.submit(make_request(), Broken("r"))
             await world.engine.send(make_output([7]))
             await trio.sleep_forever()
 

@@ -555,7 +555,7 @@ def test_any_kind_of_generation_takes_sampling_parameters(task: str) -> None:
 
 def test_limits_of_several_engines() -> None:
     response = next(
-        decode_ready_response(message.frames[0])
+        decode_ready_response(message.frames)
         for message in recording("engine_handshake_dp1").messages
         if message.channel == "input"
     )
@@ -564,7 +564,7 @@ def test_limits_of_several_engines() -> None:
     limits = RequestLimits.of([response, shorter], vocab_size=7)
 
     assert limits == RequestLimits(
-        max_model_len=100, supports_lora=False, vllm_version="0.32.0", vocab_size=7
+        max_model_len=100, supports_lora=False, vllm_version="0.33.0", vocab_size=7
     )
 
 

@@ -139,9 +139,9 @@ async def test_the_engine_hears_of_an_abort_before_the_id_comes_again() -> None:
     """An engine dies of an id that it still has."""
     async with open_world() as world:
         first, second = OutputStream("r"), OutputStream("r")
-        world.client.submit(make_request(), first)
+        world.client.driver.submit(make_request(), first)
         world.client.abort(["r"])
-        world.client.submit(make_request(), second)
+        world.client.driver.submit(make_request(), second)
         await wait_all_tasks_blocked()
 
         assert [type(message) for message in world.engine.received()] == [
@@ -176,7 +176,7 @@ async def test_nothing_grows_with_the_number_of_requests() -> None:
                 for end in ends
             }
             for stream in itertools.chain(*streams.values()):
-                world.client.submit(make_request(stream.request_id), stream)
+                world.client.driver.submit(make_request(stream.request_id), stream)
             await wait_all_tasks_blocked()
             assert [len(engine.requests()) for engine in world.engines] == [200, 200]
             for engine in world.engines:
@@ -189,11 +189,10 @@ async def test_nothing_grows_with_the_number_of_requests() -> None:
                     finished_requests=[stream.request_id for stream in streams["unreadable"]],
                 )
             for stream in streams["left"]:
-                world.client.drop(stream)
+                world.client.driver.drop(stream)
             world.client.abort([stream.request_id for stream in streams["aborted"]])
             await wait_all_tasks_blocked()
             aborts = [engine.aborts() for engine in world.engines]
             assert sum(len(ids) for messages in aborts for ids in messages) == 300
 
         world.assert_tidy()
-        assert [world.client._balancer.in_flight(index) for index in range(2)] == [0, 0]

@@ -1,4 +1,4 @@
-"""Engines that go: by a lost connection, with a farewell, or by talking rubbish."""
+"""Engines that die: by a lost connection, a sentinel, or a message that cannot be read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from trio_vllm.client import OutputStream
 from trio_vllm.client.engines import (
     CONNECTION_LOST,
-    FAREWELL_GRACE,
-    LOSS_GRACE,
+    DISCONNECT_GRACE,
     REPORTED_DEATH,
     UNREADABLE,
 )
@@ -66,10 +65,10 @@ async def test_a_lost_engine_fails_its_requests_within_the_promised_time_and_no_
 async def test_outputs_that_were_under_way_still_arrive(autojump_clock: MockClock) -> None:
     async with open_world() as world:
         stream, finishing = OutputStream("r"), OutputStream("finishing")
-        world.client.submit(make_request(), stream)
-        world.client.submit(make_request("finishing"), finishing)
+        world.client.driver.submit(make_request(), stream)
+        world.client.driver.submit(make_request("finishing"), finishing)
         await world.engine.die()
-        await trio.sleep(LOSS_GRACE / 2)
+        await trio.sleep(DISCONNECT_GRACE / 2)
         await world.engine.send(
             make_output([7]),
             make_output([8], "finishing", finish_reason=FinishReason.LENGTH),
@@ -89,7 +88,7 @@ async def test_nothing_can_be_asked_of_the_only_engine_while_its_outputs_trickle
         await world.engine.die()
 
         with pytest.raises(EngineDeadError, match="engine 0 is dead"):
-            world.client.submit(make_request(), OutputStream("r"))
+            world.client.driver.submit(make_request(), OutputStream("r"))
         with pytest.raises(EngineDeadError, match="engine 0 is dead"):
             await world.client.call_utility("is_sleeping")
         assert world.client.engine_indices == []
@@ -99,9 +98,9 @@ async def test_nothing_can_be_asked_of_the_only_engine_while_its_outputs_trickle
 async def test_a_failed_send_is_a_loss_and_its_cause_is_kept(autojump_clock: MockClock) -> None:
     async with open_world() as world:
         stream, second = OutputStream("r"), OutputStream("second")
-        world.client.submit(make_request(), stream)
+        world.client.driver.submit(make_request(), stream)
         world.engine.vanish()
-        world.client.submit(make_request("second"), second)
+        world.client.driver.submit(make_request("second"), second)
         await world.engine.emit("r", [7])
 
         assert (await anext(stream)).output.new_token_ids == [7]
@@ -116,7 +115,7 @@ async def test_an_idle_engine_that_is_gone_gets_nothing(autojump_clock: MockCloc
     async with open_world() as world:
         world.engine.vanish()
         with pytest.raises(EngineDeadError, match="engine 0 is dead"):
-            world.client.submit(make_request(), OutputStream("r"))
+            world.client.driver.submit(make_request(), OutputStream("r"))
         world.assert_tidy()
 
 
@@ -125,7 +124,7 @@ async def test_a_call_may_find_that_the_only_engine_is_gone(autojump_clock: Mock
     async with open_world() as world:
         sinks = [OutputStream("a"), OutputStream("b")]
         for sink in sinks:
-            world.client.submit(make_request(sink.request_id), sink)
+            world.client.driver.submit(make_request(sink.request_id), sink)
         world.engine.vanish()
 
         with pytest.raises(EngineDeadError, match="engine 0 is dead"):
@@ -138,12 +137,12 @@ async def test_a_used_id_may_show_that_the_only_engine_is_gone(autojump_clock: M
     """Its abort is sent first."""
     async with open_world() as world:
         sink = OutputStream("r")
-        world.client.submit(make_request(), sink)
-        world.client.drop(sink)
+        world.client.driver.submit(make_request(), sink)
+        world.client.driver.drop(sink)
         world.engine.vanish()
 
         with pytest.raises(EngineDeadError, match="engine 0 is dead"):
-            world.client.submit(make_request(), sink)
+            world.client.driver.submit(make_request(), sink)
         world.assert_tidy()
 
 
@@ -153,7 +152,7 @@ async def test_late_rows_of_the_dead_are_dropped(autojump_clock: MockClock) -> N
         await world.engines[0].die()
         await fate(lost)
         again = OutputStream("r0")
-        world.client.submit(make_request("r0"), again)
+        world.client.driver.submit(make_request("r0"), again)
         await world.engines[0].emit("r0", [1])
         await world.engines[0].report(running=3)
         await world.engines[1].emit("r0", [2])
@@ -170,7 +169,7 @@ async def test_engines_in_lockstep_fail_together(autojump_clock: MockClock) -> N
         assert [(await fate(stream)).engine_index for stream in streams] == [1, 1]
         assert (await _failure(world)).engine_index == 1
         with pytest.raises(EngineDeadError):
-            world.client.submit(make_request(), OutputStream("r"))
+            world.client.driver.submit(make_request(), OutputStream("r"))
         await wait_all_tasks_blocked()
         assert world.engines[0].aborts() == [["r0"]]
         world.assert_tidy()
@@ -195,7 +194,7 @@ async def test_each_waiter_gets_an_error_of_its_own(autojump_clock: MockClock) -
         errors = [await fate(stream), await fate(stream)]
         for _ in range(2):
             with pytest.raises(EngineDeadError) as caught:
-                world.client.raise_if_failed()
+                world.client.driver.core.raise_if_failed()
             errors.append(caught.value)
         first = world.client.dead_engines[0]
 
@@ -205,15 +204,15 @@ async def test_each_waiter_gets_an_error_of_its_own(autojump_clock: MockClock) -
         assert first is await world.client.wait_failed()
 
 
-# A farewell ---------------------------------------------------------------------------------------
+# A sentinel ---------------------------------------------------------------------------------------
 
 
-async def test_the_farewell_of_the_only_engine_counts_at_once(autojump_clock: MockClock) -> None:
+async def test_the_sentinel_of_an_engine_counts_at_once(autojump_clock: MockClock) -> None:
     async with open_world() as world, AsyncExitStack() as stack:
         (stream,) = await open_streams(stack, world)
         await world.engine.emit("r0", [7])
         start = trio.current_time()
-        await world.engine.say_farewell()
+        await world.engine.send_sentinel()
 
         assert (await anext(stream)).output.new_token_ids == [7]
         assert (await fate(stream)).reason == REPORTED_DEATH
@@ -222,157 +221,160 @@ async def test_the_farewell_of_the_only_engine_counts_at_once(autojump_clock: Mo
         assert (await _failure(world)).reason == REPORTED_DEATH
 
 
-async def test_of_several_it_is_the_engine_whose_connection_breaks_next(
-    autojump_clock: MockClock,
-) -> None:
-    async with open_world(3) as world, AsyncExitStack() as stack:
-        streams = await open_streams(stack, world)
-        await world.engines[1].say_farewell()
-        await trio.sleep(FAREWELL_GRACE / 2)
-        assert world.client.is_healthy
-        await world.engines[1].die()
-
-        error = await fate(streams[1])
-
-        assert (error.engine_index, error.reason) == (1, REPORTED_DEATH)
-        await trio.sleep(2 * FAREWELL_GRACE)
-        assert world.client.failure is None
-        assert list(world.client.dead_engines) == [1]
-
-
-async def test_a_farewell_may_be_read_after_the_loss(autojump_clock: MockClock) -> None:
+async def test_a_sentinel_may_be_read_after_the_loss(autojump_clock: MockClock) -> None:
     async with open_world(3) as world:
-        for delay, reason in ((LOSS_GRACE / 2, REPORTED_DEATH), (LOSS_GRACE * 2, CONNECTION_LOST)):
+        for delay, reason in (
+            (DISCONNECT_GRACE / 2, REPORTED_DEATH),
+            (DISCONNECT_GRACE * 2, CONNECTION_LOST),
+        ):
             engine = world.engines[world.client.engine_indices[0]]
             await engine.die()
             await trio.sleep(delay)
-            await engine.say_farewell()
-            await trio.sleep(2 * FAREWELL_GRACE)
+            await engine.send_sentinel()
+            await trio.sleep(2 * DISCONNECT_GRACE)
 
             assert reason == world.client.dead_engines[engine.index].reason
         assert world.client.failure is None
 
 
-async def test_a_farewell_long_after_a_loss_is_another_engines(autojump_clock: MockClock) -> None:
-    async with open_world(3) as world:
-        await world.engines[0].die()
-        await trio.sleep(2 * FAREWELL_GRACE)
-        await world.engines[1].say_farewell()
-        await trio.sleep(1)
-        await world.engines[1].die()
-        await trio.sleep(1)
-
-        deaths = world.client.dead_engines
-        assert [deaths[index].reason for index in (0, 1)] == [CONNECTION_LOST, REPORTED_DEATH]
-
-
-async def test_if_nobody_goes_after_a_farewell_none_can_be_relied_on(
-    autojump_clock: MockClock,
-) -> None:
-    async with open_world(2) as world, AsyncExitStack() as stack:
-        streams = await open_streams(stack, world)
-        await world.engines[0].say_farewell()
-        start = trio.current_time()
-
-        errors = [await fate(stream) for stream in streams]
-
-        assert trio.current_time() - start == FAREWELL_GRACE
-        assert [(e.engine_index, e.reason) for e in errors] == [(None, REPORTED_DEATH)] * 2
-        assert str(errors[0]) == "an engine is dead: it reported ENGINE_CORE_DEAD"
-
-
-async def test_each_farewell_has_its_own_time(autojump_clock: MockClock) -> None:
-    async with open_world(3) as world:
-        await world.engines[0].say_farewell()
-        await trio.sleep(FAREWELL_GRACE - 2)
-        await world.engines[1].say_farewell()
-        await world.engines[0].die()
-        await trio.sleep(FAREWELL_GRACE - 1)
-        assert world.client.failure is None
-
-        with trio.fail_after(2):
-            assert (await _failure(world)).engine_index is None
-
-
-async def test_farewells_beyond_the_number_of_engines_are_ignored(
-    autojump_clock: MockClock,
-) -> None:
-    async with open_world(2) as world:
-        for _ in range(1_000):
-            world.outputs.send_nowait([b"ENGINE_CORE_DEAD"])
-        await wait_all_tasks_blocked()
-
-        assert len(world.client._lives._farewells) == 2
-
-
-async def test_engines_in_lockstep_take_any_farewell_for_the_end(autojump_clock: MockClock) -> None:
-    async with open_world(2, data_parallel_size=2) as world, AsyncExitStack() as stack:
-        streams = await open_streams(stack, world)
-        start = trio.current_time()
-        await world.engines[0].say_farewell()
-
-        assert [(await fate(stream)).engine_index for stream in streams] == [None, None]
-        assert start == trio.current_time()
-
-
 @pytest.mark.parametrize("data_parallel_size", [1, 3])
-async def test_the_farewell_of_an_engine_whose_connection_is_known_counts_at_once(
+async def test_a_sentinel_ends_only_the_engine_that_sent_it_unless_in_lockstep(
     data_parallel_size: int, autojump_clock: MockClock
 ) -> None:
     async with (
-        open_world(3, connections_are_known=True, data_parallel_size=data_parallel_size) as world,
+        open_world(3, data_parallel_size=data_parallel_size) as world,
         AsyncExitStack() as stack,
     ):
         streams = await open_streams(stack, world)
         await world.engines[1].emit("r1", [7])
         await anext(streams[1])
         start = trio.current_time()
-        await world.engines[1].say_farewell()
+        await world.engines[1].send_sentinel()
 
         error = await fate(streams[1])
 
         assert start == trio.current_time()
         assert (error.engine_index, error.reason) == (1, REPORTED_DEATH)
         for _ in range(2):
-            await world.engines[1].say_farewell()
+            await world.engines[1].send_sentinel()
         await world.engines[1].die()
-        await trio.sleep(2 * FAREWELL_GRACE)
+        await trio.sleep(10)
         assert list(world.client.dead_engines) == [1]
         assert (data_parallel_size == 1) == (world.client.failure is None)
 
 
 async def test_an_answer_makes_the_connection_known_too(autojump_clock: MockClock) -> None:
-    async with open_world(2, connections_are_known=True) as world:
+    async with open_world(2, connections_are_known=False) as world:
         for engine in world.engines:
             await engine.answer(123)
-        await world.engines[0].say_farewell()
+        await world.engines[0].send_sentinel()
 
         assert list(world.client.dead_engines) == [0]
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-async def test_the_loss_of_a_known_sender_does_not_take_anothers_farewell(
-    is_late: bool, autojump_clock: MockClock
-) -> None:
-    async with open_world(3, connections_are_known=True) as world:
-        known, other, _ = world.engines
-        await known.send()
-        if is_late:
-            await known.die()
-            await trio.sleep(2 * LOSS_GRACE)
-            await known.say_farewell()
-            await other.say_farewell()
-        else:
-            await known.say_farewell()
-            await other.say_farewell()
-            await known.die()
-        await trio.sleep(2 * LOSS_GRACE)
-        await other.die()
-        await trio.sleep(2 * LOSS_GRACE)
+# Who is not known ---------------------------------------------------------------------------------
 
-        assert world.client.dead_engines[other.index].reason == REPORTED_DEATH
-        await trio.sleep(2 * FAREWELL_GRACE)
-        assert world.client.failure is None
+FROM_STRANGERS = {
+    "sentinel": b"ENGINE_CORE_DEAD",
+    "garbage": b"\xc1",
+    "unreadable-outputs": b"\x92\x00\xa7no rows",
+    "index-of-nobody": b"\x92\x09\x90",
+    "taken-index": b"\x92\x00\x91\x92\xa2r0\x91\x07",
+}
+
+
+@pytest.mark.parametrize("frame", FROM_STRANGERS.values(), ids=FROM_STRANGERS)
+@pytest.mark.parametrize("engine_count", [1, 2])
+async def test_a_stranger_hurts_nobody(
+    frame: bytes, engine_count: int, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is counted, and logged once."""
+    async with open_world(engine_count) as world, AsyncExitStack() as stack:
+        streams = await open_streams(stack, world)
+        for _ in range(100):
+            world.stranger.send_nowait([frame])
+        await trio.sleep(20)
+
+        assert world.client.is_healthy
+        assert sum(world.client.statistics().dropped.values()) == 100
+        assert caplog.text.count("dropped a message") + caplog.text.count("dropped ENGINE") == 1
+        await world.engines[0].emit("r0", [8], FinishReason.LENGTH)
+        assert [item.output.new_token_ids async for item in streams[0]] == [[8]]
+
+
+async def test_an_engine_whose_first_message_cannot_be_read_is_a_stranger(
+    autojump_clock: MockClock,
+) -> None:
+    """Nothing tells it from one, even if it is the only engine."""
+    async with open_world(connections_are_known=False) as world:
+        await world.engine.say(b"\xc1")
+        assert world.client.is_healthy
+        await world.engine.send()
+        await world.engine.say(b"\xc1")
+
+        assert not world.client.is_healthy
+
+
+async def test_an_engine_speaks_for_no_other(autojump_clock: MockClock) -> None:
+    """Neither under the other's index, nor for its requests."""
+    async with open_world(2) as world, AsyncExitStack() as stack:
+        streams = await open_streams(stack, world)
+        await world.engines[1].send(make_output([6], "r0"), engine_index=0)
+        await world.engines[1].send(make_output([6], "r0"), make_output([7], "r1"))
+        await world.engines[0].emit("r0", [8])
+
+        assert (await anext(streams[0])).output.new_token_ids == [8]
+        assert (await anext(streams[1])).output.new_token_ids == [7]
+        assert list(world.client.statistics().dropped.values()) == [1, 1]
+        assert world.client.is_healthy
+
+
+async def test_a_second_connection_of_an_engine_does_not_count(autojump_clock: MockClock) -> None:
+    """After the loss of the first one there would be a hole."""
+    async with open_world() as world, AsyncExitStack() as stack:
+        (stream,) = await open_streams(stack, world)
+        await world.engine.emit("r0", [7])
+        await world.engine.break_output()
+        world.stranger.send_nowait([b"\x92\x00\x91\x92\xa2r0\x91\x09"])
+        await wait_all_tasks_blocked()
+
+        assert (await anext(stream)).output.new_token_ids == [7]
+        assert (await fate(stream)).reason == CONNECTION_LOST
+
+
+async def test_the_loss_of_the_output_connection_is_the_loss_of_the_engine(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_world(2) as world, AsyncExitStack() as stack:
+        streams = await open_streams(stack, world)
+        await world.engines[0].emit("r0", [7])
+        start = trio.current_time()
+        await world.engines[0].break_output()
+
+        assert (await anext(streams[0])).output.new_token_ids == [7]
+        assert (await fate(streams[0])).reason == CONNECTION_LOST
+        assert trio.current_time() - start <= 2
+        assert list(world.client.dead_engines) == [0]
+        await world.round_trip()
+
+
+async def test_requests_not_sent_yet_leave_an_engine_whose_output_connection_broke() -> None:
+    async with open_world(2) as world:
+        sinks = [OutputStream(request_id) for request_id in "abcd"]
+        for sink in sinks:
+            world.client.driver.submit(make_request(sink.request_id), sink)
+        world.client.driver.core.disconnected(0.0, connection=world.engines[0].outputs.connection)
+        await wait_all_tasks_blocked()
+
+        assert [sink.engine_index for sink in sinks] == [0, 1, 1, 1]
+
+
+async def test_the_loss_of_a_strangers_connection_is_nobodys(autojump_clock: MockClock) -> None:
+    async with open_world() as world:
+        world.client.driver.core.disconnected(0.0, connection=world.stranger.connection)
+        await trio.sleep(1)
+
+        assert world.client.is_healthy
 
 
 # What cannot be read ------------------------------------------------------------------------------
@@ -384,7 +386,7 @@ GARBAGE = {
     "trailing-byte": b"\x91\x01\x00",
     "huge-array": b"\xdd\xff\xff\xff\xff",
     "not-an-array": b"\xa3abc",
-    "almost-a-farewell": b"ENGINE_CORE_DEAD!",
+    "almost-a-sentinel": b"ENGINE_CORE_DEAD!",
 }
 
 
@@ -417,32 +419,12 @@ async def test_a_message_that_names_its_engine_ends_no_other(autojump_clock: Moc
         assert world.client.engine_indices == [0]
 
 
-@pytest.mark.parametrize("frame", [b"\xc1", b"\x92\x09\xa7no rows"], ids=["nobody", "stranger"])
-async def test_if_the_sender_cannot_be_told_no_engine_can_be_relied_on(
-    frame: bytes, autojump_clock: MockClock
-) -> None:
-    async with open_world(2) as world, AsyncExitStack() as stack:
-        streams = await open_streams(stack, world)
-        await world.engines[0].say(frame)
-
-        for stream in streams:
-            with pytest.raises(DecodeError):
-                await anext(stream)
-        assert isinstance(world.client.failure, DecodeError)
-        await wait_all_tasks_blocked()
-        assert [engine.aborts() for engine in world.engines] == [[["r0"]], [["r1"]]]
-
-
 @pytest.mark.parametrize("frame", [b"\xc1", b"\x92\x01\xa7no rows"], ids=["nobody", "other"])
 async def test_the_connection_tells_who_sent_what_cannot_be_read(
     frame: bytes, autojump_clock: MockClock
 ) -> None:
-    async with (
-        open_world(2, connections_are_known=True) as world,
-        AsyncExitStack() as stack,
-    ):
+    async with open_world(2) as world, AsyncExitStack() as stack:
         streams = await open_streams(stack, world)
-        await world.engines[0].send(scheduler_stats=SchedulerStats())
         await world.engines[0].say(frame)
 
         error = await fate(streams[0])
@@ -453,29 +435,20 @@ async def test_the_connection_tells_who_sent_what_cannot_be_read(
         assert world.client.failure is None
 
 
-async def test_the_last_engine_left_is_the_sender(autojump_clock: MockClock) -> None:
-    async with open_world(2) as world:
-        await world.engines[0].die()
-        await trio.sleep(1)
-        await world.engines[1].say(b"\xc1")
-
-        assert world.client.dead_engines[1].reason.startswith(UNREADABLE)
-
-
-async def test_outputs_from_an_engine_that_is_none_are_taken_but_not_remembered(
-    autojump_clock: MockClock,
-) -> None:
+async def test_an_index_that_is_nobodys_does_not_count(autojump_clock: MockClock) -> None:
+    """Nor is it remembered."""
     async with open_world(2) as world, AsyncExitStack() as stack:
         streams = await open_streams(stack, world)
-        stranger = make_output([7], "r0")
         for index in range(100, 200):
             await world.engines[0].send(
-                stranger, engine_index=index, scheduler_stats=SchedulerStats()
+                make_output([6], "r0"), engine_index=index, scheduler_stats=SchedulerStats()
             )
+        await world.engines[0].emit("r0", [7])
 
         assert (await anext(streams[0])).output.new_token_ids == [7]
         assert world.client.scheduler_stats() == {}
         assert world.client.is_healthy
+        assert list(world.client.statistics().dropped.values()) == [100]
 
 
 # What can end one request -------------------------------------------------------------------------
@@ -485,7 +458,7 @@ async def test_a_row_that_cannot_be_read_hurts_only_its_request(autojump_clock: 
     async with open_world() as world:
         good, bad = OutputStream("good"), OutputStream("bad")
         for stream in (bad, good):
-            world.client.submit(make_request(stream.request_id), stream)
+            world.client.driver.submit(make_request(stream.request_id), stream)
         world.engine.received()
         # [0, [["bad", [7, "x"]], ["good", [8]]]]
         await world.engine.say(b"\x92\x00\x92\x92\xa3bad\x92\x07\xa1x\x92\xa4good\x91\x08")
@@ -596,7 +569,7 @@ async def test_health(autojump_clock: MockClock) -> None:
             scope.deadline = trio.current_time() + 100
             await client.wait_failed()
         assert scope.cancelled_caught
-        client.raise_if_failed()
+        client.driver.core.raise_if_failed()
 
 
 async def _failure(world: World) -> EngineDeadError:
@@ -604,3 +577,21 @@ async def _failure(world: World) -> EngineDeadError:
     error = await world.client.wait_failed()
     assert isinstance(error, EngineDeadError)
     return error
+
+
+async def test_an_engine_that_goes_on_after_max_tokens_fails_the_request(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_world() as world:
+        for last in ({}, {"finish_reason": FinishReason.LENGTH}, {"num_nans_in_logits": 1}):
+            async with world.client.call(make_request(max_tokens=2)) as stream:
+                await world.engine.emit("r", [7, 8])
+                await world.engine.emit("r", [9], **last)  # type: ignore[arg-type]
+
+                assert (await anext(stream)).output.new_token_ids == [7, 8]
+                with pytest.raises(DecodeError, match="goes on after 2 tokens"):
+                    await anext(stream)
+            await wait_all_tasks_blocked()
+            assert len(world.engine.aborts()) == (0 if "finish_reason" in last else 1)
+        assert world.client.is_healthy
+        world.assert_tidy()

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from tests.client.world import make_request, open_world
+from tests.client.world import hand_driven, make_request, open_world
 from tests.ready import ready_response
 
-from trio_vllm.client import Bootstrapped, EngineInfo, HandshakeOwner, OutputStream, open_client
+from trio_vllm.client import EngineInfo, HandshakeOwner, OutputStream, open_client
 from trio_vllm.errors import ClientClosedError, ConfigurationError, InvalidFieldError
-from trio_vllm.protocol import KvEventsConfig
-from trio_vllm.transport import EngineChannels
+from trio_vllm.protocol import KvEventsConfig, SchedulerStats
 
 
 def fleet(*changes: dict[str, Any]) -> EngineInfo:
-    return EngineInfo({index: ready_response(index, **c) for index, c in enumerate(changes)})
+    return EngineInfo.of({index: ready_response(index, **c) for index, c in enumerate(changes)})
 
 
 EVENTS = KvEventsConfig(enable_kv_cache_events=True)
@@ -108,32 +105,52 @@ async def test_a_listener_hears_all_statistics() -> None:
     assert heard == [(0, 2), (0, 3)]
 
 
-async def test_open_client_runs_a_client_over_its_links(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_several_listeners_hear_the_same() -> None:
+    """Until each is removed."""
+    heard: list[tuple[str, int]] = []
     async with open_world() as world:
-        links = world.client._links
+        client = world.client
+        remove_a = client.on_scheduler_stats(lambda _, s: heard.append(("a", s.num_running_reqs)))
+        remove_b = client.on_scheduler_stats(lambda _, s: heard.append(("b", s.num_running_reqs)))
+        await world.engine.report(running=1)
+        remove_a()
+        remove_a()
+        await world.engine.report(running=2)
+        remove_b()
+        await world.engine.report(running=3)
 
-        @asynccontextmanager
-        async def open_frontend(mode: Bootstrapped) -> AsyncIterator[EngineChannels]:
-            assert mode.input_address == "tcp://127.0.0.1:1"
-            yield links
+    assert heard == [("a", 1), ("b", 1), ("b", 2)]
 
-        monkeypatch.setattr("trio_vllm.client.client.open_frontend", open_frontend)
-        monkeypatch.setattr("trio_vllm.client.client.LEARNING_TIMEOUT", 0.0)
-        world.client.close()
-        mode = Bootstrapped(input_address="tcp://127.0.0.1:1", output_address="tcp://127.0.0.1:2")
-        async with open_client(mode, client_index=2, vocab_size=10) as client:
-            client.submit(make_request(), OutputStream("r"))
-            with pytest.raises(InvalidFieldError, match="vocabulary"):
-                client.submit(make_request("s", prompt_token_ids=[10]), OutputStream("s"))
-            assert [request.client_index for request in world.engine.requests()] == [2]
-        assert isinstance(client.failure, ClientClosedError)
+
+async def test_a_listener_may_remove_itself() -> None:
+    heard: list[int] = []
+    async with open_world() as world:
+
+        def listen(_: int, stats: SchedulerStats) -> None:
+            heard.append(stats.num_running_reqs)
+            remove()
+
+        remove = world.client.on_scheduler_stats(listen)
+        world.client.on_scheduler_stats(lambda _, stats: heard.append(stats.num_running_reqs))
+        await world.engine.report(running=1)
+        await world.engine.report(running=2)
+
+    assert heard == [1, 1, 2]
+
+
+async def test_open_client_drives_the_engines_of_its_source() -> None:
+    source = hand_driven()
+    options: dict[str, Any] = {"client_index": 2, "vocab_size": 10, "learning_timeout": 0.0}
+    async with open_client(source, **options) as client:
+        client.driver.submit(make_request(), OutputStream("r"))
+        with pytest.raises(InvalidFieldError, match="vocabulary"):
+            client.driver.submit(make_request("s", prompt_token_ids=[10]), OutputStream("s"))
+        assert [request.client_index for request in source.engines[0].requests()] == [2]
+    assert isinstance(client.failure, ClientClosedError)
 
 
 @pytest.mark.parametrize("client_index", [1, -1])
-async def test_engines_of_our_handshake_know_one_client(
-    monkeypatch: pytest.MonkeyPatch, client_index: int
-) -> None:
-    monkeypatch.setattr("trio_vllm.client.client.open_frontend", None)  # no socket is opened
+async def test_engines_of_our_handshake_know_one_client(client_index: int) -> None:
     mode = HandshakeOwner(handshake_address="tcp://127.0.0.1:1")
     with pytest.raises(ConfigurationError, match="one output address"):
         async with open_client(mode, client_index=client_index):

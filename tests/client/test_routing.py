@@ -25,7 +25,7 @@ async def submit(world: World, request_id: str, data_parallel_rank: int | None =
     """Send a request; gives the engine that gets it."""
     sink = OutputStream(request_id)
     request = make_request(request_id, data_parallel_rank=data_parallel_rank)
-    world.client.submit(request, sink)
+    world.client.driver.submit(request, sink)
     await wait_all_tasks_blocked()
     assert [r.request_id for r in world.engines[sink.engine_index].requests()] == [request_id]
     return sink.engine_index
@@ -94,7 +94,7 @@ async def test_what_is_submitted_to_busy_engines_goes_together() -> None:
     """The first request of each goes at once, the rest when others have had their turn."""
     async with open_world(2) as world:
         for request_id in "abcdef":
-            world.client.submit(make_request(request_id), OutputStream(request_id))
+            world.client.driver.submit(make_request(request_id), OutputStream(request_id))
         assert [request_ids(engine) for engine in world.engines] == [["a"], ["b"]]
 
         await wait_all_tasks_blocked()
@@ -109,7 +109,7 @@ async def test_an_array_may_be_changed_once_its_request_is_submitted() -> None:
         for number, request_id in enumerate("abc"):
             values[:] = number
             request = make_request(request_id, prompt_token_ids=None, prompt_embeds=embeds)
-            world.client.submit(request, OutputStream(request_id))
+            world.client.driver.submit(request, OutputStream(request_id))
         await wait_all_tasks_blocked()
 
         tensors = [request.prompt_embeds for request in world.engine.requests()]
@@ -119,7 +119,7 @@ async def test_an_array_may_be_changed_once_its_request_is_submitted() -> None:
 async def test_what_was_submitted_comes_before_a_call_and_its_own_abort() -> None:
     async with open_world() as world, trio.open_nursery() as nursery:
         for request_id in "abc":
-            world.client.submit(make_request(request_id), OutputStream(request_id))
+            world.client.driver.submit(make_request(request_id), OutputStream(request_id))
         world.client.abort(["b"])
         nursery.start_soon(world.client.call_utility, "is_sleeping")
         await wait_all_tasks_blocked()
@@ -136,7 +136,7 @@ async def test_requests_for_an_engine_that_turns_out_to_be_gone_go_to_another() 
         sinks = {request_id: OutputStream(request_id) for request_id in "abcdefg"}
         for request_id, sink in sinks.items():
             rank = 0 if request_id == "g" else None
-            world.client.submit(make_request(request_id, data_parallel_rank=rank), sink)
+            world.client.driver.submit(make_request(request_id, data_parallel_rank=rank), sink)
         assert request_ids(world.engines[0]) == ["a"]
         world.engines[0].vanish()
         world.client.abort(["e"])
@@ -144,7 +144,7 @@ async def test_requests_for_an_engine_that_turns_out_to_be_gone_go_to_another() 
 
         assert request_ids(world.engines[1]) == ["b", "d", "f", "c"]
         assert [sinks[request_id].engine_index for request_id in "abcd"] == [0, 1, 1, 1]
-        assert world.client._balancer.in_flight(1) == 4
+        assert world.client.statistics().requests_in_flight[1] == 4
         await world.engines[1].emit("c", [7], FinishReason.LENGTH)
         assert [item.output.new_token_ids async for item in sinks["c"]] == [[7]]
 

@@ -186,7 +186,9 @@ async def test_what_an_engine_would_die_of_is_not_sent(params: dict[str, object]
     sampling_params = EngineCoreSamplingParams(**params)  # type: ignore[arg-type]
     async with open_world() as world:
         with pytest.raises(InvalidFieldError, match="sampling_params"):
-            world.client.submit(make_request(sampling_params=sampling_params), OutputStream("r"))
+            world.client.driver.submit(
+                make_request(sampling_params=sampling_params), OutputStream("r")
+            )
 
         assert world.engine.received() == []
         world.assert_tidy()
@@ -207,7 +209,7 @@ async def test_what_an_engine_would_die_of_is_not_sent(params: dict[str, object]
 async def test_bad_fields_are_refused_by_name(fields: dict[str, Any], name: str) -> None:
     async with open_world() as world:
         with pytest.raises(InvalidFieldError) as caught:
-            world.client.submit(make_request("bad", **fields), OutputStream("bad"))
+            world.client.driver.submit(make_request("bad", **fields), OutputStream("bad"))
 
         assert caught.value.request_id == "bad"
         assert caught.value.field.startswith(name)
@@ -217,7 +219,7 @@ async def test_bad_fields_are_refused_by_name(fields: dict[str, Any], name: str)
 async def test_an_empty_prompt_is_refused() -> None:
     async with open_world() as world:
         with pytest.raises(EmptyPromptError):
-            world.client.submit(make_request(prompt_token_ids=[]), OutputStream("r"))
+            world.client.driver.submit(make_request(prompt_token_ids=[]), OutputStream("r"))
 
 
 async def test_an_id_in_flight_is_refused_and_its_first_request_goes_on() -> None:
@@ -240,7 +242,7 @@ async def test_a_finished_id_may_be_used_again_while_the_first_block_is_open() -
         async with world.client.call(make_request()) as first:
             await world.engine.emit("r", [1], FinishReason.LENGTH)
             second = OutputStream("r")
-            world.client.submit(make_request(), second)
+            world.client.driver.submit(make_request(), second)
             await anext(first)
         await wait_all_tasks_blocked()
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
+import attrs
 import pytest
 import trio
 from tests.cancelling import was_cancelled_at
 from tests.client.pair import open_pair
 from tests.client.scripted import Failure, scripted_engines
-from tests.client.world import World, make_request, open_world
+from tests.client.world import World, hand_driven, make_request, open_world
 from trio.testing import MockClock, assert_checkpoints, wait_all_tasks_blocked
 
-from trio_vllm.client import EngineCoreClient, HandshakeOwner, OutputStream, open_client
-from trio_vllm.client import client as _opening
-from trio_vllm.client.engines import LOSS_GRACE
+from trio_vllm.client import EngineCoreClient, OutputStream, open_client
+from trio_vllm.client.engines import DISCONNECT_GRACE
 from trio_vllm.errors import (
     ClientClosedError,
-    DecodeError,
     EngineDeadError,
     UnsupportedFieldError,
     UtilityCallFailedError,
@@ -26,7 +22,6 @@ from trio_vllm.errors import (
     UtilityTimeoutError,
 )
 from trio_vllm.protocol import EngineCoreRequest, PoolingParams
-from trio_vllm.transport import EngineChannels
 
 ASKED: list[tuple[str, list[object]]] = [("get_supported_tasks", [])]
 
@@ -58,7 +53,7 @@ async def test_a_generation_request_is_not_sent_to_a_model_that_is_known_to_pool
             pass
         await refused(client, make_request(), "only pools")
         with pytest.raises(UnsupportedFieldError):
-            client.submit(make_request(), OutputStream("r"))
+            client.driver.submit(make_request(), OutputStream("r"))
 
         assert engines.calls == {0: ASKED}
 
@@ -74,11 +69,11 @@ async def test_generation_asks_nothing() -> None:
 async def test_other_limits_stay() -> None:
     options = {"vocab_size": 10}
     async with open_pair(supported_tasks=("embed",), client_options=options) as (world, _):
-        before = world.client._limits
-        await world.client.learn_supported_tasks()
+        before = world.client.driver.core.limits
+        await world.client.driver.learn_supported_tasks()
 
-        assert 10 == before.vocab_size == world.client._limits.vocab_size
-        assert before.max_model_len == world.client._limits.max_model_len
+        after = attrs.evolve(before, supported_tasks=["embed"])
+        assert world.client.driver.core.limits == after
         async with world.client.call(make_pooling_request()) as outputs:
             assert [o.output.pooling_output is not None async for o in outputs] == [True]
 
@@ -104,7 +99,7 @@ async def learn_in(world: World, nursery: trio.Nursery) -> list[BaseException | 
 
     async def learn() -> None:
         try:
-            await world.client.learn_supported_tasks()
+            await world.client.driver.learn_supported_tasks()
         except Exception as error:
             ends.append(error)
         else:
@@ -121,7 +116,7 @@ async def test_asking_again_does_not_take_longer(autojump_clock: MockClock) -> N
 
         async def learn() -> None:
             with pytest.raises(UtilityTimeoutError):
-                await world.client.learn_supported_tasks(timeout=5)
+                await world.client.driver.learn_supported_tasks(timeout=5)
 
         nursery.start_soon(learn)
         await trio.sleep(4)
@@ -149,7 +144,7 @@ async def test_who_waits_asks_again_for_one_that_was_cancelled() -> None:
         await world.engine.answer(again.call_id, ["embed"])
 
         assert ends == [None]
-        assert world.client._limits.supported_tasks == ["embed"]
+        assert world.client.supported_tasks == ["embed"]
         world.assert_tidy()
 
 
@@ -158,17 +153,17 @@ async def test_an_engine_that_dies_meanwhile_is_not_needed() -> None:
         ends = await learn_in(world, nursery)
         await world.engines[0].answer(world.engines[0].call().call_id, ["embed"])
         await world.engines[1].die()
-        await trio.sleep(2 * LOSS_GRACE)
+        await trio.sleep(2 * DISCONNECT_GRACE)
         await world.engines[0].answer(world.engines[0].call().call_id, ["embed"])
 
         assert ends == [None]
-        assert world.client._limits.supported_tasks == ["embed"]
+        assert world.client.supported_tasks == ["embed"]
 
 
 async def test_when_the_last_engine_dies_so_does_the_request() -> None:
     async with open_world() as world, trio.open_nursery() as nursery:
         ends = await learn_in(world, nursery)
-        await world.engine.say_farewell()
+        await world.engine.send_sentinel()
 
         assert [type(end) for end in ends] == [EngineDeadError]
         world.assert_tidy()
@@ -197,9 +192,9 @@ async def test_engines_that_do_not_say_are_asked_again(
     async with scripted_engines(answers) as (client, engines):
         for _ in range(2):
             with pytest.raises(error):
-                await client.learn_supported_tasks()
+                await client.driver.learn_supported_tasks()
         answers["get_supported_tasks"] = ["embed"]
-        await client.learn_supported_tasks()
+        await client.driver.learn_supported_tasks()
 
         assert engines.calls == {0: ASKED * 3}
 
@@ -216,7 +211,8 @@ async def test_cancelled_anywhere_it_leaves_nothing_behind() -> None:
             await wait_all_tasks_blocked()
             world.assert_tidy()
             assert not any(mock.has_unfinished for mock in mocks)
-            world.client._limits = world.client.fleet.limits(vocab_size=None)
+            core = world.client.driver.core
+            core.limits = core.info.limits(vocab_size=None)
             number += 1
         assert number > 2
 
@@ -225,57 +221,29 @@ async def test_it_always_checkpoints() -> None:
     async with open_pair() as (world, _):
         for _ in range(2):
             with assert_checkpoints():
-                await world.client.learn_supported_tasks()
+                await world.client.driver.learn_supported_tasks()
 
 
 # As a client opens -------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def opened_over(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[EngineCoreClient]:
-    """`open_client`, with the connections of a world whose own client is closed."""
-
-    @asynccontextmanager
-    async def open_frontend(_mode: object) -> AsyncIterator[EngineChannels]:
-        yield world.client._links
-
-    monkeypatch.setattr(_opening, "open_frontend", open_frontend)
-    world.client.close()
-    async with open_client(HandshakeOwner(handshake_address="tcp://127.0.0.1:1")) as client:
-        yield client
-
-
 async def test_a_new_client_does_not_wait_long_for_that(
-    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It serves what it is asked for."""
-    async with open_world() as world, opened_over(world, monkeypatch) as client:
-        assert trio.current_time() == _opening.LEARNING_TIMEOUT
+    source = hand_driven()
+    async with open_client(source, learning_timeout=3) as client:
+        assert trio.current_time() == 3
         assert "what the engines support is not known" in caplog.text
-        client.submit(make_request(), OutputStream("r"))
-        assert [request.request_id for request in world.engine.requests()] == ["r"]
+        assert client.supported_tasks is None
+        client.driver.submit(make_request(), OutputStream("r"))
+        assert [request.request_id for request in source.engines[0].requests()] == ["r"]
 
 
-async def test_a_new_client_may_find_that_no_engine_can_be_relied_on(
-    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
-) -> None:
-    async with open_world(2) as world, trio.open_nursery() as nursery:
-        engine = world.engines[0]
-        for _ in range(2):  # the world's own client may take one
-            nursery.start_soon(engine.say, b"what nobody can read, nor tell who says it")
-        async with opened_over(world, monkeypatch) as client:
-            with pytest.raises(DecodeError):
-                client.submit(make_request(), OutputStream("r"))
-
-
-async def test_a_new_client_may_find_its_engine_dead(
-    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
-) -> None:
+async def test_a_new_client_may_find_its_engine_dead(autojump_clock: MockClock) -> None:
     """Whoever has a request hears of it."""
-    async with open_world() as world:
-        world.engine.vanish()
-        async with opened_over(world, monkeypatch) as client:
-            with pytest.raises(EngineDeadError):
-                client.submit(make_request(), OutputStream("r"))
+    source = hand_driven()
+    source.engines[0].vanish()
+    async with open_client(source) as client:
+        with pytest.raises(EngineDeadError):
+            client.driver.submit(make_request(), OutputStream("r"))

@@ -15,8 +15,8 @@ from tests.memory import MemoryReceiver, MemoryRouter, MemorySender, open_memory
 from tests.ready import ready_response
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from trio_vllm.client import EngineCoreClient, OutputStream
-from trio_vllm.errors import DecodeError
+from trio_vllm.client import EngineCoreClient, OutputStream, run_client
+from trio_vllm.errors import DecodeError, EngineDeadError
 from trio_vllm.protocol import (
     COORDINATOR_READY,
     SUBSCRIBE,
@@ -33,7 +33,7 @@ from trio_vllm.protocol import (
     encode_coordinator_stats,
     encode_outputs,
 )
-from trio_vllm.transport import EngineChannels, FollowerChannels, LeaderChannels
+from trio_vllm.transport import Disconnect, EngineChannels, FollowerChannels, LeaderChannels
 
 
 @attrs.define
@@ -42,7 +42,7 @@ class Lockstep:
 
     client: EngineCoreClient
     inboxes: list[MemoryReceiver]
-    losses: trio.MemorySendChannel[int]
+    disconnects: trio.MemorySendChannel[Disconnect]
     to_client: MemorySender
     """Notices of engines, or publications of a coordinator."""
     from_client: MemoryReceiver
@@ -52,20 +52,20 @@ class Lockstep:
     async def submit(self, request_id: str, rank: int) -> EngineCoreRequest:
         """Send a request; gives what the engine got."""
         request = make_request(request_id, data_parallel_rank=rank)
-        self.client.submit(request, OutputStream(request_id))
+        self.client.driver.submit(request, OutputStream(request_id))
         await wait_all_tasks_blocked()
         assert request.current_wave == 0  # the caller's is not changed
-        (frames,) = self.inboxes[rank].receive_batch_nowait(10)
+        ((frames, _),) = self.inboxes[rank].receive_batch_nowait(10)
         message = decode_engine_message(frames)
         assert isinstance(message, EngineCoreRequest)
         return message
 
-    async def say(self, *frames: bytes | memoryview) -> None:
-        self.to_client.send_nowait(frames)
+    async def say(self, *frames: bytes | memoryview, connection: int | None = None) -> None:
+        attrs.evolve(self.to_client, connection=connection).send_nowait(frames)
         await wait_all_tasks_blocked()
 
     async def notify(self, notice: DpControlOutput) -> None:
-        await self.say(*encode_outputs(notice))
+        await self.say(*encode_outputs(notice), connection=30 + notice.engine_index)
 
     async def publish(self, wave: int, *, running: bool) -> None:
         loads = [EngineLoad(1, 2, 0.5), EngineLoad(0, 0)]
@@ -73,7 +73,7 @@ class Lockstep:
 
     def sent(self) -> list[list[bytes]]:
         try:
-            return self.from_client.receive_batch_nowait(100)
+            return [frames for frames, _ in self.from_client.receive_batch_nowait(100)]
         except trio.WouldBlock:
             return []
 
@@ -87,7 +87,7 @@ async def open_lockstep(
 ) -> AsyncIterator[Lockstep]:
     router = MemoryRouter()
     _, outputs = open_memory_connection()
-    send_losses, losses = trio.open_memory_channel[int](math.inf)
+    send_disconnects, disconnects = trio.open_memory_channel[Disconnect](math.inf)
     to_client, client_receives = open_memory_connection()
     client_sends, from_client = open_memory_connection()
     subscribe, subscriptions = open_memory_connection()
@@ -100,13 +100,11 @@ async def open_lockstep(
         if leads
         else FollowerChannels(client_receives, client_sends)
     )
-    client = EngineCoreClient(
-        EngineChannels("in", "out", responses, router, outputs, losses, coordination)
-    )
+    channels = EngineChannels("in", "out", responses, router, outputs, disconnects, coordination)
     inboxes = [router.connect(EngineId.of(index)) for index in responses]
-    async with client.running():
+    async with run_client(channels) as client:
         await wait_all_tasks_blocked()
-        yield Lockstep(client, inboxes, send_losses, to_client, from_client, subscribe)
+        yield Lockstep(client, inboxes, send_disconnects, to_client, from_client, subscribe)
 
 
 async def test_leader_wakes_the_others(autojump_clock: MockClock) -> None:
@@ -150,34 +148,68 @@ async def test_connection_of_an_engine_that_is_back(autojump_clock: MockClock) -
         assert decode_coordinator_broadcast(wave) == StartDpWave(3, None)
 
 
-@pytest.mark.parametrize(
-    "frames",
-    [
-        [b"\xc1"],
-        [b"ENGINE_CORE_DEAD"],
-        encode_outputs(RequestBatchOutputs(finished_requests=["a"])),
-    ],
-    ids=["garbage", "farewell", "outputs"],
-)
-async def test_broken_coordination_fails_the_client(
+BAD_NOTICES: dict[str, Sequence[bytes]] = {
+    "garbage": [b"\xc1"],
+    "sentinel": [b"ENGINE_CORE_DEAD"],
+    "outputs": [*map(bytes, encode_outputs(RequestBatchOutputs(finished_requests=["a"])))],
+    "far-wave": [*map(bytes, encode_outputs(DpControlOutput(start_wave=2**32 - 1)))],
+    "far-end": [*map(bytes, encode_outputs(DpControlOutput(wave_complete=2**32 - 1)))],
+}
+
+
+@pytest.mark.parametrize("frames", BAD_NOTICES.values(), ids=BAD_NOTICES)
+async def test_a_notice_that_cannot_be_read_ends_its_engine_and_so_the_client(
     autojump_clock: MockClock, frames: Sequence[bytes]
 ) -> None:
     async with open_lockstep(leads=True) as world:
         stream = OutputStream("a")
-        world.client.submit(make_request("a"), stream)
-        await world.say(*frames)
+        world.client.driver.submit(make_request("a"), stream)
+        await world.notify(DpControlOutput(engine_index=1, start_wave=0))
+        await world.say(*frames, connection=31)
 
-        assert isinstance(await world.client.wait_failed(), DecodeError)
-        with pytest.raises(DecodeError):
+        failure = await world.client.wait_failed()
+        assert isinstance(failure, EngineDeadError)
+        assert (failure.engine_index, type(failure.__cause__)) == (1, DecodeError)
+        with pytest.raises(EngineDeadError):
             await anext(stream)
-        with pytest.raises(DecodeError):
-            world.client.submit(make_request("b"), OutputStream("b"))
+        with pytest.raises(EngineDeadError):
+            world.client.driver.submit(make_request("b"), OutputStream("b"))
+
+
+@pytest.mark.parametrize("frames", BAD_NOTICES.values(), ids=BAD_NOTICES)
+async def test_a_notice_of_a_stranger_changes_nothing(
+    autojump_clock: MockClock, frames: Sequence[bytes]
+) -> None:
+    async with open_lockstep(leads=True) as world:
+        await world.say(*frames, connection=99)
+        stolen = DpControlOutput(engine_index=1, start_wave=5)
+        await world.notify(DpControlOutput(engine_index=1, start_wave=0))
+        await world.say(*encode_outputs(stolen), connection=98)
+
+        assert (await world.submit("a", 1)).current_wave == 0
+        assert world.broadcasts() == [StartDpWave(0, 1)]
+        assert world.client.is_healthy
+        assert sum(world.client.statistics().dropped.values()) == 2
+
+
+async def test_the_loss_of_the_connection_for_notices_is_the_loss_of_the_engine(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_lockstep(leads=True) as world:
+        await world.notify(DpControlOutput(engine_index=1, start_wave=0))
+        world.disconnects.send_nowait(Disconnect(connection=99))
+        await trio.sleep(1)
+        assert world.client.is_healthy
+        world.disconnects.send_nowait(Disconnect(connection=31))
+
+        failure = await world.client.wait_failed()
+        assert str(failure) == "engine 1 is dead: its connection was lost"
 
 
 @pytest.mark.parametrize("leads", [True, False])
 async def test_loss_of_one_engine_fails_the_client(autojump_clock: MockClock, leads: bool) -> None:
     async with open_lockstep(leads=leads) as world:
-        world.losses.send_nowait(1)
+        world.disconnects.send_nowait(Disconnect(engine_index=1))
 
         failure = await world.client.wait_failed()
 
@@ -226,3 +258,13 @@ async def test_coordinator_that_cannot_be_understood(autojump_clock: MockClock) 
         await world.say(b"\xc1")
 
         assert isinstance(await world.client.wait_failed(), DecodeError)
+
+
+async def test_a_published_wave_far_ahead_is_not_believed(autojump_clock: MockClock) -> None:
+    """But the first may be any: the coordinator may be older than we are."""
+    async with open_lockstep(leads=False) as world:
+        await world.publish(2**31, running=False)
+        assert (await world.submit("a", 0)).current_wave == 2**31
+        await world.publish(2**32 - 1, running=False)
+
+        assert "far ahead" in str(await world.client.wait_failed())

@@ -13,7 +13,7 @@ from tests.memory import MemoryReceiver, MemoryRouter, MemorySender, open_memory
 from tests.ready import ready_response
 from trio.testing import wait_all_tasks_blocked
 
-from trio_vllm.client import EngineCoreClient
+from trio_vllm.client import CoreDriver, EngineCoreClient, FrontendCore
 from trio_vllm.protocol import (
     ENGINE_CORE_DEAD,
     AbortRequests,
@@ -31,7 +31,7 @@ from trio_vllm.protocol import (
     decode_engine_message,
     encode_outputs,
 )
-from trio_vllm.transport import EngineChannels
+from trio_vllm.transport import Disconnect, EngineChannels
 
 
 @attrs.define
@@ -42,7 +42,7 @@ class Engine:
     inbox: MemoryReceiver
     outputs: MemorySender
     _router: MemoryRouter
-    _losses: trio.MemorySendChannel[int]
+    _disconnects: trio.MemorySendChannel[Disconnect]
 
     # What it got
 
@@ -52,7 +52,7 @@ class Engine:
             batch = self.inbox.receive_batch_nowait(1_000_000)
         except (trio.WouldBlock, trio.EndOfChannel):
             return []
-        return [decode_engine_message(frames) for frames in batch]
+        return [decode_engine_message(frames) for frames, _ in batch]
 
     def requests(self) -> list[EngineCoreRequest]:
         """The same; there must be nothing but requests among them."""
@@ -112,9 +112,14 @@ class Engine:
         """Be gone, before the client hears of it."""
         self._router.disconnect(EngineId.of(self.index))
 
+    async def break_output(self) -> None:
+        """Let the client hear that the connection for outputs is lost."""
+        self._disconnects.send_nowait(Disconnect(connection=self.outputs.connection))
+        await wait_all_tasks_blocked()
+
     async def break_connection(self) -> None:
-        """Let the client hear of a lost connection."""
-        self._losses.send_nowait(self.index)
+        """Let the client hear that the connection for requests is lost."""
+        self._disconnects.send_nowait(Disconnect(engine_index=self.index))
         await wait_all_tasks_blocked()
 
     async def die(self) -> None:
@@ -122,7 +127,7 @@ class Engine:
         self.vanish()
         await self.break_connection()
 
-    async def say_farewell(self) -> None:
+    async def send_sentinel(self) -> None:
         """Report its death."""
         await self.say(ENGINE_CORE_DEAD)
 
@@ -133,7 +138,8 @@ class World:
 
     client: EngineCoreClient
     engines: list[Engine]
-    outputs: MemorySender
+    stranger: MemorySender
+    """A connection for outputs that no engine has made."""
 
     @property
     def engine(self) -> Engine:
@@ -151,40 +157,72 @@ class World:
 
     def assert_tidy(self) -> None:
         """Nothing is left in any table of the client."""
-        client = self.client
-        assert client.in_flight_count == 0
-        assert len(client._utility_calls) == 0
-        assert not client._outbox
-        assert all(client._balancer.in_flight(index) == 0 for index in client.engine_indices)
+        tables = self.client.statistics()
+        assert not any(tables.requests_in_flight.values())
+        assert (tables.utility_calls, tables.unsent_messages, tables.unsent_aborts) == (0, 0, 0)
+        assert tables.tasks_waiting_for_failure == 0
+
+
+@attrs.define
+class HandDriven:
+    """Engines that do what the test says; an `EngineSource`."""
+
+    engines: list[Engine]
+    channels: EngineChannels
+    stranger: MemorySender
+
+    @property
+    def engine_indices(self) -> range:
+        """The engines."""
+        return range(len(self.engines))
+
+    @asynccontextmanager
+    async def connect(self) -> AsyncIterator[EngineChannels]:
+        """Give the channels to them."""
+        yield self.channels
+
+
+def hand_driven(engine_count: int = 1, **ready: Any) -> HandDriven:
+    """So many engines, which registered with these values."""
+    router = MemoryRouter()
+    send_outputs, outputs = open_memory_connection()
+    send_disconnects, disconnects = trio.open_memory_channel[Disconnect](math.inf)
+    responses = {index: ready_response(index, **ready) for index in range(engine_count)}
+    engines = [
+        Engine(
+            index,
+            router.connect(EngineId.of(index)),
+            attrs.evolve(send_outputs, connection=20 + index),
+            router,
+            send_disconnects,
+        )
+        for index in responses
+    ]
+    channels = EngineChannels("memory:in", "memory:out", responses, router, outputs, disconnects)
+    return HandDriven(engines, channels, attrs.evolve(send_outputs, connection=99))
 
 
 @asynccontextmanager
 async def open_world(
     engine_count: int = 1,
     *,
-    connections_are_known: bool = False,
+    connections_are_known: bool = True,
     client_options: dict[str, Any] | None = None,
+    driver_options: dict[str, Any] | None = None,
     **ready: Any,
 ) -> AsyncIterator[World]:
-    """A running client of so many engines, which registered with these values."""
-    router = MemoryRouter()
-    send_outputs, outputs = open_memory_connection()
-    send_losses, losses = trio.open_memory_channel[int](math.inf)
-    responses = {index: ready_response(index, **ready) for index in range(engine_count)}
-    engines = [
-        Engine(
-            index,
-            router.connect(EngineId.of(index)),
-            attrs.evolve(send_outputs, descriptor=20 + index if connections_are_known else None),
-            router,
-            send_losses,
-        )
-        for index in responses
-    ]
-    links = EngineChannels("memory:in", "memory:out", responses, router, outputs, losses)
-    client = EngineCoreClient(links, **(client_options or {}))
-    async with client.running():
-        yield World(client, engines, send_outputs)
+    """A running client of so many engines, which registered with these values.
+
+    Unless ``connections_are_known`` is false, each engine has sent a message.
+    """
+    source = hand_driven(engine_count, **ready)
+    core = FrontendCore(source.channels.ready_responses, **(client_options or {}))
+    driver = CoreDriver(source.channels, core, **(driver_options or {}))
+    async with driver.running():
+        if connections_are_known:
+            for engine in source.engines:
+                await engine.send()
+        yield World(EngineCoreClient(driver), source.engines, source.stranger)
 
 
 def make_request(request_id: str = "r", max_tokens: int = 16, **fields: Any) -> EngineCoreRequest:

@@ -37,7 +37,7 @@ def make_encode(**fields: Any) -> EncodeRequest:
 async def open_pooling_world() -> AsyncIterator[LlmWorld]:
     """A model of which is known already that it pools."""
     async with open_llm_world() as world:
-        await world.start(world.llm.client.learn_supported_tasks)
+        await world.start(world.llm.client.driver.learn_supported_tasks)
         await world.engine.answer(world.engine.call().call_id, ["embed"])
         yield world
 

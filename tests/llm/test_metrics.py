@@ -266,22 +266,22 @@ async def test_a_wall_clock_that_goes_backwards_counts_as_standing() -> None:
 
 
 async def test_without_observers_collectors_are_plain_and_statistics_are_not_decoded(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     collectors: list[type[Sink]] = []
     async with open_llm_world() as world:
-        submit = world.llm.client.submit
+        submit = world.llm.client.driver.submit
 
         def note(request: EngineCoreRequest, sink: Sink) -> None:
             collectors.append(type(sink))
             submit(request, sink)
 
-        monkeypatch.setattr(world.llm.client, "submit", note)
+        monkeypatch.setattr(world.llm.client.driver, "submit", note)
         await world.start(lambda: world.llm.generate(make_prompt()))
-        monkeypatch.setattr(world.llm.client._dispatcher, "_take_stats", pytest.fail)
-        await world.engine.report(running=1)
+        await world.engine.say(b"\x94\x00\x90\xa5stats\x00")  # nobody finds out that these are none
 
     assert collectors == [Collector]
+    assert "scheduler_stats" not in caplog.text
 
 
 def test_prometheus_is_imported_only_when_asked_for() -> None:

@@ -5,12 +5,20 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import attrs
 import pytest
 from tests.llm.world import open_llm_world
-from tests.recorded import Recording, recording, recordings
+from tests.recorded import Recording, each_version, recording, recordings
 
 from trio_vllm.llm import EncodeRequest, GenerateRequest
-from trio_vllm.protocol import EngineCoreRequest, FinishReason, Logprobs, decode_engine_message
+from trio_vllm.protocol import (
+    EngineCoreRequest,
+    FinishReason,
+    Logprobs,
+    RequestBatchOutputs,
+    decode_engine_message,
+    decode_outputs,
+)
 
 
 def sent(scenario: Recording) -> list[EngineCoreRequest]:
@@ -51,10 +59,21 @@ def assert_equal(recorded: list[list[list[Any]]] | None, logprobs: Logprobs | No
             assert rank in (None, entry.rank)
 
 
-def complete_recordings() -> list[str]:
+def engines_of(scenario: Recording) -> dict[str, int]:
+    """Which engine had each request."""
+    messages = [decode_outputs(frames) for frames in answers(scenario)]
+    return {
+        output.request_id: message.engine_index
+        for message in messages
+        if isinstance(message, RequestBatchOutputs)
+        for output in message.outputs
+    }
+
+
+def complete_recordings() -> list[Recording]:
     """Those of an engine that sent all of its requests' tokens and their ends."""
     return [
-        scenario.name
+        scenario
         for scenario in recordings()
         if scenario.producer.endswith("engine")
         and scenario.expected.get("requests")
@@ -64,19 +83,22 @@ def complete_recordings() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", complete_recordings())
-async def test_results(name: str) -> None:
-    scenario = recording(name)
+@pytest.mark.parametrize("scenario", complete_recordings(), ids=lambda scenario: scenario.label)
+async def test_results(scenario: Recording) -> None:
     expected: list[dict[str, Any]] = scenario.expected["requests"]
     async with open_llm_world(
         2, randomize_request_ids=False, supports_lora=True, max_loras=2
     ) as world:
-        outcomes = {
-            request.request_id: await world.start(partial(world.llm.generate, as_prompt(request)))
-            for request in sent(scenario)
-        }
+        engine_of = engines_of(scenario)
+        outcomes = {}
+        for request in sent(scenario):
+            prompt = attrs.evolve(
+                as_prompt(request), data_parallel_rank=engine_of[request.request_id]
+            )
+            outcomes[request.request_id] = await world.start(partial(world.llm.generate, prompt))
         for frames in answers(scenario):
-            await world.world.engines[0].say(*frames)
+            index = getattr(decode_outputs(frames), "engine_index", 0)
+            await world.world.engines[index].say(*frames)
 
         assert sorted(outcomes) == sorted(result["request_id"] for result in expected)
         for result in expected:
@@ -90,8 +112,9 @@ async def test_results(name: str) -> None:
         assert world.llm.client.is_healthy
 
 
-async def test_a_completion_that_took_several_steps() -> None:
-    scenario = recording("generate_plain_5")
+@each_version
+async def test_a_completion_that_took_several_steps(version: str) -> None:
+    scenario = recording("generate_plain_5", version)
     (request,) = sent(scenario)
     async with open_llm_world(randomize_request_ids=False) as world:
         outcome = await world.start(lambda: world.llm.generate(as_prompt(request)))
@@ -114,8 +137,9 @@ async def test_a_completion_that_took_several_steps() -> None:
         assert outcome.get().usage.cached_tokens == 0
 
 
-async def test_a_prompt_that_was_cached() -> None:
-    scenario = recording("prefix_cache_hit")
+@each_version
+async def test_a_prompt_that_was_cached(version: str) -> None:
+    scenario = recording("prefix_cache_hit", version)
     async with open_llm_world(randomize_request_ids=False) as world:
         outcomes = [
             await world.start(partial(world.llm.generate, as_prompt(request)))
@@ -127,8 +151,9 @@ async def test_a_prompt_that_was_cached() -> None:
     assert [outcome.get().usage.cached_tokens for outcome in outcomes] == [0, 256]
 
 
-async def test_an_embedding() -> None:
-    scenario = recording("pooling_embed")
+@each_version
+async def test_an_embedding(version: str) -> None:
+    scenario = recording("pooling_embed", version)
     (request,) = sent(scenario)
     assert request.pooling_params is not None
     prompt = EncodeRequest(

@@ -14,8 +14,7 @@ from tests.mock.driver import pack_add, raw_request
 from trio.testing import wait_all_tasks_blocked
 
 from trio_vllm.concurrency import running
-from trio_vllm.mock import MockEngine, MockEngineConfig
-from trio_vllm.mock import runner as engine_loop
+from trio_vllm.mock import MockEngine, MockEngineConfig, runner as engine_loop
 from trio_vllm.mock.runner import EngineLoop, Lockstep
 from trio_vllm.protocol import (
     COORDINATOR_READY,
@@ -32,16 +31,7 @@ from trio_vllm.protocol import (
     encode_start_dp_wave,
     encode_utility,
 )
-from trio_vllm.transport import CoordinatorChannels, FrontendChannels
-
-
-class NoLoss:
-    """A connection that never breaks."""
-
-    address = "memory"
-
-    async def wait(self) -> None:
-        await trio.sleep_forever()
+from trio_vllm.transport import CoordinatorChannels, FrontendChannels, FrontendDisconnect
 
 
 @attrs.define
@@ -85,12 +75,12 @@ async def engine_behind(
     inputs = [open_memory_connection() for _ in range(client_count)]
     outputs = [open_memory_connection(high_water_mark) for _ in range(client_count)]
     broadcasts, notices = open_memory_connection(), open_memory_connection()
-    loss: object = NoLoss()
+    _, disconnects = trio.open_memory_channel[FrontendDisconnect](0)
     links = FrontendChannels(
         [receiver for _, receiver in inputs],
         [sender for sender, _ in outputs],
-        [loss] * client_count,  # type: ignore[list-item]
-        CoordinatorChannels(broadcasts[1], notices[0], loss) if lockstep else None,  # type: ignore[arg-type]
+        disconnects,
+        CoordinatorChannels(broadcasts[1], notices[0]) if lockstep else None,
     )
     engine = MockEngine(
         MockEngineConfig(lockstep=lockstep is not None),
@@ -264,7 +254,8 @@ async def test_what_has_arrived_before_the_end_is_answered(
         frontend.loop.shut_down(drain=drain)
         await frontend.ended.wait()
 
-        answers = map(decode_outputs, frontend.outputs[0].receive_batch_nowait(1000))
+        received = frontend.outputs[0].receive_batch_nowait(1000)
+        answers = [decode_outputs(frames) for frames, _ in received]
         outputs = [
             o for batch in answers if isinstance(batch, RequestBatchOutputs) for o in batch.outputs
         ]

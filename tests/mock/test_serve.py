@@ -30,9 +30,9 @@ from trio_vllm.mock import (
     MockEngineConfig,
     ServeOptions,
     Summary,
+    serve as serve_module,
     serve_mock_engines,
 )
-from trio_vllm.mock import serve as serve_module
 from trio_vllm.mock.encoding import Outgoing
 from trio_vllm.mock.runner import EngineLoop
 from trio_vllm.protocol import (
@@ -285,7 +285,7 @@ async def test_a_shutdown_does_not_wait_for_a_stuck_frontend(
         nursery.start_soon(serving.run)
         engine_id, _ = await frontend.handshake.receive()
         init = frontend.init(outputs=[f"ipc://{folder}/nobody"])
-        await frontend.handshake.send([engine_id, encode_init(init)])
+        await frontend.handshake.send([engine_id, *encode_init(init)])
         await frontend.inputs[0].receive()
         await frontend.inputs[0].send([engine_id, *pack_add(raw_request("a", 1_000_000))])
         await is_stuck.wait()
@@ -342,16 +342,16 @@ async def test_several_clients_and_what_engines_say_of_themselves(folder: Path) 
         with trio.fail_after(TIMEOUT):
             engine_id, hello = await frontend.handshake.receive()
             assert engine_id == b"\x05\x00"
-            assert decode_report(hello).status is HandshakeStatus.HELLO
+            assert decode_report([hello]).status is HandshakeStatus.HELLO
             init = frontend.init(frontend_stats_publish_address="ipc://stats")
-            await frontend.handshake.send([engine_id, encode_init(init)])
+            await frontend.handshake.send([engine_id, *encode_init(init)])
             for socket in frontend.inputs:
                 _, registration = await socket.receive()
-                ready = decode_ready_response(registration)
+                ready = decode_ready_response([registration])
                 assert (ready.data_parallel_rank, ready.data_parallel_size) == (5, 6)
                 assert ready.dp_stats_address == "ipc://stats"
             _, report = await frontend.handshake.receive()
-            assert decode_report(report).status is HandshakeStatus.READY
+            assert decode_report([report]).status is HandshakeStatus.READY
             for client_index in (1, 0):
                 raw = raw_request("a", 1, client_index=client_index)
                 await frontend.inputs[0].send([engine_id, *pack_add(raw)])

@@ -45,7 +45,7 @@ def test_reports_arrive() -> None:
         HandshakeReport(status=HandshakeStatus.READY, parallel_config_hash="abc"),
     ):
         assert decode_report(encode_report(report)) == report
-    assert decode_report(pack({"status": "HELLO", "more": 1})) == HandshakeReport(
+    assert decode_report([pack({"status": "HELLO", "more": 1})]) == HandshakeReport(
         status=HandshakeStatus.HELLO
     )
 
@@ -65,7 +65,7 @@ def test_reports_arrive() -> None:
 )
 def test_bad_report_is_refused(raw: Any, where: str) -> None:
     with pytest.raises(DecodeError) as caught:
-        decode_report(pack(raw))
+        decode_report([pack(raw)])
 
     assert where == caught.value.where
 
@@ -105,33 +105,33 @@ def test_parallel_setting_that_an_engine_refuses_is_not_written(value: Any) -> N
 )  # fmt: skip
 def test_bad_init_is_refused(raw: Any, where: str) -> None:
     with pytest.raises(DecodeError) as caught:
-        decode_init(pack(raw))
+        decode_init([pack(raw)])
 
     assert where == caught.value.where
 
 
 def test_ready_response_arrives() -> None:
-    payload = encode_ready_response(READY)
+    (payload,) = encode_ready_response(READY)
 
-    assert decode_ready_response(payload) == READY
+    assert decode_ready_response([payload]) == READY
     assert len(unpacked(payload)) == 28
 
 
 @pytest.mark.parametrize("name", ["max_model_len", "dtype", "supports_lora", "data_parallel_rank"])
 def test_ready_response_without_a_required_key_is_refused(name: str) -> None:
-    raw = unpacked(encode_ready_response(READY))
+    raw = unpacked(encode_ready_response(READY)[0])
     del raw[name]
 
     with pytest.raises(DecodeError, match=f"must have the key '{name}'"):
-        decode_ready_response(pack(raw))
+        decode_ready_response([pack(raw)])
 
 
 def test_ready_response_of_another_version_is_read() -> None:
-    raw = unpacked(encode_ready_response(READY)) | {"new": 1}
+    raw = unpacked(encode_ready_response(READY)[0]) | {"new": 1}
     for name in ("coord_store_port", "coordinator_input_address", "dp_stats_address"):
         del raw[name]
 
-    assert decode_ready_response(pack(raw)) == READY
+    assert decode_ready_response([pack(raw)]) == READY
 
 
 def test_engine_ids() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import ormsgpack
 import pytest
-from tests.protocol.comparing import same
+from tests.protocol.comparing import same, unpacked
 from tests.protocol.packing import pack
 from tests.protocol.test_outputs import full_output, row
 
@@ -128,6 +128,45 @@ def test_sampling_mask_that_does_not_fit_is_not_written(mask: SamplingMask, wher
         encode_outputs(RequestBatchOutputs(outputs=[output]))
 
     assert caught.value.where == f"outputs[0].new_sampling_mask{where}"
+
+
+@pytest.mark.parametrize("inline", [True, False])
+@pytest.mark.parametrize("integers", ["<i8", "<i4", ">i8", "int64", "i8"])
+@pytest.mark.parametrize("floats", ["<f4", "float32", "f4"])
+def test_prompt_logprobs_with_numpy_descriptors(integers: str, floats: str, inline: bool) -> None:
+    """Engines that are written with upstream's Rust crate send them; what we write is torch's."""
+    expected = Logprobs(
+        np.array([[1, 2], [3, 4]]), np.array([[-0.5, -1], [-2, -3]], "<f4"), np.array([1, 5])
+    )
+    by_id = np.array([[0.5, -np.inf]], "<f4")
+    aux: list[bytes] = []
+
+    def array(values: Any, dtype: str) -> list[Any]:
+        data = values.astype(dtype).tobytes()
+        if inline:
+            return [dtype, list(values.shape), ormsgpack.Ext(3, data)]
+        aux.append(data)
+        return [dtype, list(values.shape), len(aux)]
+
+    arrays = [
+        array(expected.token_ids, integers),
+        array(expected.logprobs, floats),
+        array(expected.ranks, integers),
+    ]
+    raw = row(
+        new_prompt_logprobs_tensors=[*arrays, None, None],
+        prompt_token_id_logprobs=array(by_id, floats),
+    )
+
+    message = decode_outputs([pack([0, [raw]]), *aux])
+
+    assert isinstance(message, RequestBatchOutputs)
+    (output,) = message.outputs
+    assert output.new_prompt_logprobs_tensors == expected
+    assert np.array_equal(output.prompt_token_id_logprobs, by_id)  # type: ignore[arg-type]
+    written = unpacked(bytes(encode_outputs(message)[0]))[1][0]
+    names = {dtype for dtype, *_ in [*written[3][:3], written[17]]}
+    assert names == {"float32", "int32" if integers == "<i4" else "int64"}
 
 
 def test_rows_of_sampling_masks() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.protocol.comparing import same
 from tests.protocol.test_vectors import MESSAGES, read
-from tests.recorded import Recording, recording, recordings
+from tests.recorded import Recording, each_version, recording, recordings
 
 from trio_vllm.protocol import (
     CoordinatorStats,
@@ -39,7 +39,7 @@ def values(scenario: Recording, channel: str, kind: type[Any] = object) -> list[
         value
         for message in scenario.messages
         if message.channel == channel
-        and f"{scenario.name}-{message.seq}" in MESSAGES
+        and f"{scenario.label}-{message.seq}" in MESSAGES
         and isinstance(value := read(message), kind)
     ]
 
@@ -55,7 +55,7 @@ def outputs(scenario: Recording) -> dict[str, list[EngineCoreOutput]]:
 
 def with_expected(key: str) -> pytest.MarkDecorator:
     found = [scenario for scenario in recordings() if key in scenario.expected]
-    return pytest.mark.parametrize("scenario", found, ids=lambda scenario: scenario.name)
+    return pytest.mark.parametrize("scenario", found, ids=lambda scenario: scenario.label)
 
 
 def records(logprobs: Logprobs) -> list[list[list[Any]]]:
@@ -140,8 +140,9 @@ def test_prompt_log_probabilities_begin_with_the_second_token(scenario: Recordin
     assert all(output.new_prompt_logprobs_tensors is None for output in others)
 
 
-def test_infinities_survive() -> None:
-    found = outputs(recording("logprobs_minus_inf"))
+@each_version
+def test_infinities_survive(version: str) -> None:
+    found = outputs(recording("logprobs_minus_inf", version))
     logprobs = [
         entry.logprob
         for parts in found.values()
@@ -163,9 +164,10 @@ def test_answers_of_utility_calls(scenario: Recording) -> None:
     ] == [(answer.call_id, answer.failure_message, answer.result) for answer in answers]
 
 
+@each_version
 @pytest.mark.parametrize("name", ["utility_ok", "utility_fail"])
-def test_answers_of_utility_calls_by_method(name: str) -> None:
-    scenario = recording(name)
+def test_answers_of_utility_calls_by_method(name: str, version: str) -> None:
+    scenario = recording(name, version)
     methods = {call.call_id: call.method for call in values(scenario, "input", UtilityRequest)}
     answers = [answer.output for answer in values(scenario, "output", UtilityCallOutput)]
 
@@ -178,8 +180,9 @@ def test_answers_of_utility_calls_by_method(name: str) -> None:
     }
 
 
-def test_call_ids_of_64_bits_with_or_without_sign() -> None:
-    scenario = recording("utility_call_ids")
+@each_version
+def test_call_ids_of_64_bits_with_or_without_sign(version: str) -> None:
+    scenario = recording("utility_call_ids", version)
     asked = [call.call_id for call in values(scenario, "input", UtilityRequest)]
     answered = [answer.output.call_id for answer in values(scenario, "output", UtilityCallOutput)]
 
@@ -198,7 +201,7 @@ def test_order_of_utility_calls(scenario: Recording) -> None:
 @with_expected("init_reply")
 def test_addresses_of_the_init_message(scenario: Recording) -> None:
     inits = [
-        decode_init(message.frames[0])
+        decode_init(message.frames)
         for message in scenario.messages
         if (message.channel, message.sender) == ("handshake", "frontend")
     ]
@@ -212,8 +215,9 @@ def test_addresses_of_the_init_message(scenario: Recording) -> None:
         assert expected["parallel_config"] == init.parallel_config
 
 
-def test_ready_response() -> None:
-    scenario = recording("engine_handshake_dp1")
+@each_version
+def test_ready_response(version: str) -> None:
+    scenario = recording("engine_handshake_dp1", version)
     (response,) = values(scenario, "input")
     hello, init, ready = values(scenario, "handshake")
 
@@ -280,8 +284,9 @@ def test_what_the_coordinator_tells_frontends(scenario: Recording) -> None:
     ]
 
 
-def test_cached_tokens_of_a_prefix_hit() -> None:
-    scenario = recording("prefix_cache_hit")
+@each_version
+def test_cached_tokens_of_a_prefix_hit(version: str) -> None:
+    scenario = recording("prefix_cache_hit", version)
     prefills = [
         output.prefill_stats
         for parts in outputs(scenario).values()
@@ -300,8 +305,9 @@ def test_cached_tokens_of_a_prefix_hit() -> None:
         assert all(value == getattr(stats, name) for name, value in expected.items())
 
 
-def test_pooled_embedding() -> None:
-    scenario = recording("pooling_embed")
+@each_version
+def test_pooled_embedding(version: str) -> None:
+    scenario = recording("pooling_embed", version)
     found = outputs(scenario)
 
     for request_id, expected in scenario.expected["pooling_output"].items():

@@ -242,15 +242,15 @@ def test_utility_call_arrives(call: UtilityRequest) -> None:
         UtilityRequest(0, 1, "a", [np.int64(1)]),
     ],
 )
-def test_utility_call_with_a_wrong_value_is_a_type_error(call: UtilityRequest) -> None:
-    with pytest.raises(TypeError, match="utility call"):
+def test_utility_call_with_a_wrong_value_is_not_written(call: UtilityRequest) -> None:
+    with pytest.raises(CodecError):
         encode_utility(call)
 
 
 def test_aborts_arrive() -> None:
     assert decode_engine_message(encode_abort(["a", "b"])) == AbortRequests(["a", "b"])
     for wrong in ("abc", [1], None, ["\ud800"]):
-        with pytest.raises(TypeError, match="to abort"):
+        with pytest.raises(CodecError):
             encode_abort(wrong)  # type: ignore[arg-type]
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from tests.ready import ready_response
-from tests.recorded import recording
+from tests.recorded import each_version, recording
 
 from trio_vllm.protocol import (
     EngineId,
@@ -20,8 +19,8 @@ from trio_vllm.protocol import (
     encode_report,
 )
 
-HELLO = encode_report(HandshakeReport(status=HandshakeStatus.HELLO))
-READY = encode_report(HandshakeReport(status=HandshakeStatus.READY))
+(HELLO,) = encode_report(HandshakeReport(status=HandshakeStatus.HELLO))
+(READY,) = encode_report(HandshakeReport(status=HandshakeStatus.READY))
 
 
 def frames(engine_index: int, payload: bytes) -> list[bytes]:
@@ -29,7 +28,7 @@ def frames(engine_index: int, payload: bytes) -> list[bytes]:
 
 
 def registration(engine_index: int) -> list[bytes]:
-    return frames(engine_index, encode_ready_response(ready_response(engine_index)))
+    return frames(engine_index, *encode_ready_response(ready_response(engine_index)))
 
 
 def state(startup: FrontendStartup) -> tuple[Phase | None, int]:
@@ -63,12 +62,13 @@ def test_ready_may_be_seen_before_the_registration() -> None:
     assert startup.phase is None
 
 
+@each_version
 @pytest.mark.parametrize("name", ["engine_handshake_dp1", "dp2_handshake", "moe2_handshake"])
-def test_recorded_engines(name: str) -> None:
+def test_recorded_engines(name: str, version: str) -> None:
     """What real engines sent brings the startup to its end, in the recorded order."""
     startup = FrontendStartup(range(1 if name == "engine_handshake_dp1" else 2))
 
-    for message in recording(name).messages:
+    for message in recording(name, version).messages:
         assert startup.phase is not None
         if message.receiver != "frontend" or message.channel not in {"handshake", "input"}:
             continue
@@ -80,7 +80,7 @@ def test_recorded_engines(name: str) -> None:
             startup.receive_registration(received)
 
     assert (startup.phase, startup.notes) == (None, [])
-    assert {r.vllm_version for r in startup.ready_responses.values()} == {"0.32.0"}
+    assert {r.vllm_version for r in startup.ready_responses.values()} == {f"{version}.0"}
 
 
 @given(data=st.data(), count=st.integers(1, 4))

@@ -77,13 +77,13 @@ def read(message: Message) -> Any:
     frames = message.frames
     match message.channel, message.sender.rstrip("0123456789[]"):
         case "handshake", "frontend":
-            return decode_init(frames[0])
+            return decode_init(frames)
         case "handshake", _:
-            return decode_report(frames[0])
+            return decode_report(frames)
         case "input", "frontend":
             return decode_engine_message(frames)
         case "input", _:
-            return decode_ready_response(frames[0])
+            return decode_ready_response(frames)
         case "coordinator_input", "frontend" | "coordinator":
             return decode_coordinator_broadcast(frames)
         case "frontend_stats_publish", "coordinator":
@@ -101,11 +101,11 @@ def write(value: Any) -> list[bytes]:
         case EngineDead():
             return [ENGINE_CORE_DEAD]
         case HandshakeInit():
-            return [encode_init(value)]
+            return list(map(bytes, encode_init(value)))
         case HandshakeReport():
-            return [encode_report(value)]
+            return list(map(bytes, encode_report(value)))
         case EngineCoreReadyResponse():
-            return [encode_ready_response(value)]
+            return list(map(bytes, encode_ready_response(value)))
         case EngineCoreRequest():
             return list(map(bytes, encode_add(value)))
         case AbortRequests():
@@ -133,7 +133,7 @@ def is_ours_to_read(message: Message) -> bool:
 
 
 MESSAGES = {
-    f"{recording.name}-{message.seq}": message
+    f"{recording.label}-{message.seq}": message
     for recording in recordings()
     for message in recording.messages
     if is_ours_to_read(message)
@@ -142,7 +142,7 @@ MESSAGES = {
 each_recording = pytest.mark.parametrize(
     "messages",
     [list(filter(is_ours_to_read, recording.messages)) for recording in recordings()],
-    ids=[recording.name for recording in recordings()],
+    ids=[recording.label for recording in recordings()],
 )
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from tests.recorded import recording
 
 from trio_vllm.errors import DecodeError
@@ -125,13 +124,15 @@ def test_wave_never_falls(steps: list[tuple[str, int]]) -> None:
 # Messages ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["moe2_wave", "rs_moe2_waves"])
-def test_recorded_notices(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "version"), [("moe2_wave", "0.32"), ("moe2_wave", "0.33"), ("rs_moe2_waves", "0.33")]
+)
+def test_recorded_notices(name: str, version: str) -> None:
     """One wave of real engines; what a real coordinator broadcast is what ours does."""
     waves = Waves()
     course = []
     broadcasts = []
-    for message in recording(name).messages:
+    for message in recording(name, version).messages:
         if message.channel == "coordinator_output":
             notice = decode_coordinator_notice(message.frames)
             woken = None if notice is None else waves.receive_notice(notice)
@@ -149,7 +150,7 @@ def test_recorded_notices(name: str) -> None:
 def test_recorded_first_request_notices() -> None:
     recorded = [
         message.frames
-        for message in recording("py_moe2_frontend_coordinator").messages
+        for message in recording("py_moe2_frontend_coordinator", "0.32").messages
         if message.sender.startswith("api_server") and message.payload is not None
     ]
 

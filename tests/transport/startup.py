@@ -28,8 +28,8 @@ from trio_vllm.protocol import (
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext
 from trio_vllm.transport.zmq_socket import ZmqSocket
 
-HELLO = encode_report(HandshakeReport(status=HandshakeStatus.HELLO))
-READY = encode_report(HandshakeReport(status=HandshakeStatus.READY))
+(HELLO,) = encode_report(HandshakeReport(status=HandshakeStatus.HELLO))
+(READY,) = encode_report(HandshakeReport(status=HandshakeStatus.READY))
 
 TICK = 0.3
 """Seconds until a startup gives up that must give up. Where something has to happen before, a test
@@ -65,7 +65,7 @@ class RawEngine:
     async def receive_init(self) -> EngineAddresses:
         """Wait for the answer to HELLO."""
         (payload,) = await self.handshake.receive()
-        return decode_init(payload).addresses
+        return decode_init([payload]).addresses
 
     async def say_hello(self) -> EngineAddresses:
         """Say HELLO and wait for the answer."""
@@ -75,9 +75,7 @@ class RawEngine:
     def register(self, addresses: EngineAddresses, *payload: bytes) -> None:
         """Connect to the input and output socket, and register."""
         self.connect(addresses)
-        self.input.send_nowait(
-            payload or [encode_ready_response(ready_response(self.engine_index))]
-        )
+        self.input.send_nowait(payload or encode_ready_response(ready_response(self.engine_index)))
 
     def connect(self, addresses: EngineAddresses) -> None:
         """Connect to the input and output socket."""

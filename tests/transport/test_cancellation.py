@@ -6,11 +6,11 @@ import random
 
 import pytest
 import trio
-from tests.transport.peers import ANY_PORT, LIMIT, Pair
+from tests.transport.peers import ANY_PORT, LIMIT, Pair, receive_frames
 
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext
 
-RECEIVES = [("receive_batch", 10_000), ("receive", 2_000), ("receive_with_descriptor", 2_000)]
+RECEIVES = [("receive_batch", 10_000), ("receive", 2_000)]
 
 
 def numbered(count: int) -> list[list[bytes]]:
@@ -28,11 +28,9 @@ async def test_cancelled_receives_lose_no_message(
 
     async def receive() -> None:
         if method == "receive_batch":
-            received.extend(await pull.receive_batch(5))
-        elif method == "receive":
-            received.append(await pull.receive())
+            received.extend(await receive_frames(pull, 5))
         else:
-            received.append((await pull.receive_with_descriptor())[0])
+            received.append(await pull.receive())
 
     async def send() -> None:
         for frames in messages:
@@ -72,7 +70,7 @@ async def test_cancelled_sends_were_not_sent(context: ZmqContext) -> None:
             nursery.start_soon(send_all)
             nursery.start_soon(cancels.run)
             while len(received) < len(messages):
-                received += await pull.receive_batch(100)
+                received += await receive_frames(pull, 100)
             nursery.cancel_scope.cancel()
 
     assert messages == received

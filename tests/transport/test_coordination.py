@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import trio
 from tests.ready import ready_response
-from tests.transport.peers import LIMIT
+from tests.transport.peers import LIMIT, receive_frames
 from tests.transport.startup import READY, TICK, RawEngine, beside
 from trio.testing import MockClock
 
@@ -18,7 +18,6 @@ from trio_vllm.transport import (
     FollowerChannels,
     HandshakeOwner,
     LeaderChannels,
-    open_frontend,
 )
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext
 
@@ -34,9 +33,10 @@ def engines(context: ZmqContext, address: str) -> list[RawEngine]:
 
 
 def registration(engine: RawEngine, **changes: object) -> bytes:
-    return encode_ready_response(
+    (payload,) = encode_ready_response(
         ready_response(engine.engine_index, data_parallel_size=2, **changes)
     )
+    return payload
 
 
 async def start(engine: RawEngine) -> None:
@@ -58,14 +58,14 @@ async def test_lead(engines: list[RawEngine], address: str) -> None:
 
     mode = HandshakeOwner(handshake_address=address, engine_count=2, coordinator=True)
     with trio.fail_after(LIMIT):
-        async with beside(start_all), open_frontend(mode) as links:
+        async with beside(start_all), mode.connect() as links:
             assert list(links.ready_responses) == [0, 1]
             assert isinstance(links.coordination, LeaderChannels)
             links.coordination.broadcasts.send_nowait([b"\x02", b"\x92\x00\x01"])
             for engine in engines:
                 assert await engine.broadcasts.receive() == [b"\x02", b"\x92\x00\x01"]
                 engine.notices.send_nowait([b"notice"])
-                assert await links.coordination.notices.receive_batch(5) == [[b"notice"]]
+                assert await receive_frames(links.coordination.notices) == [[b"notice"]]
 
 
 async def test_gate_stays_closed(
@@ -87,7 +87,7 @@ async def test_gate_stays_closed(
     with trio.fail_after(LIMIT):
         async with beside(start_one):
             with pytest.raises(StartupError) as caught:
-                async with open_frontend(mode):
+                async with mode.connect():
                     raise AssertionError("it did not fail")
 
     assert (
@@ -121,7 +121,7 @@ async def test_engine_that_restarts_when_the_gate_is_open(
 
     mode = HandshakeOwner(handshake_address=address, engine_count=2, coordinator=True)
     with trio.fail_after(LIMIT):
-        async with beside(start_twice), open_frontend(mode) as links:
+        async with beside(start_twice), mode.connect() as links:
             assert list(links.ready_responses) == [0, 1]
 
 
@@ -137,7 +137,7 @@ async def test_lockstep_without_coordinator(engines: list[RawEngine], address: s
     with trio.fail_after(LIMIT):
         async with beside(start_all):
             with pytest.raises(ConfigurationError, match="needs coordinator=True"):
-                async with open_frontend(mode):
+                async with mode.connect():
                     raise AssertionError("it did not fail")
 
 
@@ -161,14 +161,14 @@ async def test_follow(context: ZmqContext, tmp_path: Path, address: str, told_by
         engine.register(addresses, registration(engine, dp_stats_address=told))
 
     with trio.fail_after(LIMIT):
-        async with beside(register), open_frontend(mode) as links:
+        async with beside(register), mode.connect() as links:
             if told_by == "nobody":
                 assert links.coordination is None
                 return
             assert isinstance(links.coordination, FollowerChannels)
             assert await publisher.receive() == [b"\x01"]
             publisher.send_nowait([b"published"])
-            assert await links.coordination.publications.receive_batch(5) == [[b"published"]]
+            assert await receive_frames(links.coordination.publications) == [[b"published"]]
             links.coordination.notices.send_nowait([b"notice"])
             assert await publisher.receive() == [b"notice"]
 
@@ -188,12 +188,12 @@ async def test_settings_for_the_engines(
     async def listen() -> None:
         engines[0].say(b"\x81\xa6status\xa5HELLO")
         (payload,) = await engines[0].handshake.receive()
-        received.append(decode_init(payload).parallel_config)
+        received.append(decode_init([payload]).parallel_config)
 
     with trio.fail_after(LIMIT):
         async with beside(listen):
             with pytest.raises(StartupError):
-                async with open_frontend(mode):
+                async with mode.connect():
                     raise AssertionError("it did not fail")
 
     assert received == [settings]

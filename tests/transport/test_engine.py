@@ -12,7 +12,7 @@ import ormsgpack
 import pytest
 import trio
 from tests.ready import ready_response
-from tests.transport.peers import LIMIT
+from tests.transport.peers import LIMIT, receive_frames
 from tests.transport.startup import (
     TICK,
     RawFrontend,
@@ -20,7 +20,7 @@ from tests.transport.startup import (
     free_port,
     listening_socket,
 )
-from trio.testing import MockClock, assert_checkpoints
+from trio.testing import MockClock
 
 from trio_vllm.errors import ConfigurationError, StartupError
 from trio_vllm.protocol import (
@@ -31,8 +31,12 @@ from trio_vllm.protocol import (
     decode_report,
     encode_init,
 )
-from trio_vllm.transport import FrontendChannels, join_frontend
-from trio_vllm.transport import engine as _engine
+from trio_vllm.transport import (
+    FrontendChannels,
+    FrontendDisconnect,
+    engine as _engine,
+    join_frontend,
+)
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
 from trio_vllm.transport.zmq_monitor import set_linger
 from trio_vllm.transport.zmq_socket import ZmqSocket
@@ -55,20 +59,20 @@ def two_clients(context: ZmqContext, tmp_path: Path) -> RawFrontend:
 
 async def take_hello(frontend: RawFrontend) -> bytes:
     identity, payload = await frontend.handshake.receive()
-    assert decode_report(payload).status is HandshakeStatus.HELLO
+    assert decode_report([payload]).status is HandshakeStatus.HELLO
     return identity
 
 
 async def answer(frontend: RawFrontend, *payload: bytes, **addresses: Any) -> None:
     """Take HELLO and send INIT, or something else in its place."""
     identity = await take_hello(frontend)
-    payload = payload or (encode_init(frontend.init(**addresses)),)
+    payload = payload or tuple(encode_init(frontend.init(**addresses)))
     frontend.handshake.send_nowait([identity, *payload])
 
 
 async def take_ready(frontend: RawFrontend) -> None:
     identity, payload = await frontend.handshake.receive()
-    report = decode_report(payload)
+    report = decode_report([payload])
     assert (report.status, report.local, report.headless) == (HandshakeStatus.READY, False, True)
     assert EngineId.of(3) == identity
 
@@ -101,11 +105,11 @@ async def check_links(links: FrontendChannels, frontend: RawFrontend) -> None:
         zip(frontend.inputs, frontend.outputs, strict=True)
     ):
         identity, payload = await requests.receive()
-        assert (EngineId.of(3), ready_response(3)) == (identity, decode_ready_response(payload))
+        assert (EngineId.of(3), ready_response(3)) == (identity, decode_ready_response([payload]))
         requests.send_nowait([identity, b"\x00", b"request %d" % client])
         links.outputs[client].send_nowait([b"output %d" % client, b"aux"])
 
-        assert await links.inputs[client].receive_batch(5) == [[b"\x00", b"request %d" % client]]
+        assert await receive_frames(links.inputs[client]) == [[b"\x00", b"request %d" % client]]
         assert await outputs.receive() == [b"output %d" % client, b"aux"]
 
 
@@ -132,12 +136,14 @@ async def test_join(context: ZmqContext, tmp_path: Path, clients: int) -> None:
 
                 assert links.coordinator is None
                 assert told == [frontend.init()]
-                for number, loss in enumerate(links.losses):
-                    assert frontend.inputs[number].address == loss.address
-                    frontend.inputs[number].close()
-                    await loss.wait()
-                    with assert_checkpoints():
-                        await loss.wait()
+                for number, socket in enumerate(frontend.inputs):
+                    socket.close()
+                    lost = await links.disconnects.receive()
+                    assert lost == FrontendDisconnect(socket.address, number)
+                for number, socket in enumerate(frontend.outputs):
+                    socket.close()
+                    lost = await links.disconnects.receive()
+                    assert lost == FrontendDisconnect(socket.address, number)
 
 
 async def test_frontend_comes_later(tmp_path: Path, context: ZmqContext) -> None:
@@ -176,13 +182,15 @@ async def test_gate(frontend: RawFrontend, context: ZmqContext, tmp_path: Path) 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(coordinate)
             async with joining(frontend.handshake.address) as links:
-                assert await links.coordinator.broadcasts.receive_batch(5) == [
+                assert await receive_frames(links.coordinator.broadcasts) == [
                     [b"\x02", b"\x92\x01\xc0"]
                 ]
                 links.coordinator.notices.send_nowait([b"notice"])
                 assert await notices.receive() == [b"notice"]
-                broadcasts.close()
-                await links.coordinator.loss.wait()
+                for socket in (broadcasts, notices):
+                    socket.close()
+                    lost = await links.disconnects.receive()
+                    assert lost == FrontendDisconnect(socket.address, None)
 
 
 # Nobody there, or somebody else -----------------------------------------------------------------
@@ -403,7 +411,7 @@ async def test_cancelling_leaves_nothing_behind(tmp_path: Path) -> None:
                 async with joining(frontend.handshake.address) as links:
                     await frontend.inputs[0].receive()
                     frontend.close()
-                    await links.losses[0].wait()
+                    await links.disconnects.receive()
 
     assert await cancel_everywhere(run) > 5
 
@@ -428,7 +436,7 @@ async def leave_with_outputs(frontend: RawFrontend, *, client_lives: bool) -> fl
             if not client_lives:
                 frontend.inputs[0].close()
                 frontend.outputs[0].close()
-                await links.losses[0].wait()
+                await links.disconnects.receive()
             for number in range(1000):
                 links.outputs[0].send_nowait([b"%d" % number])
             begin = trio.current_time()

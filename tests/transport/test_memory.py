@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import trio
 from tests.memory import MemoryRouter, open_memory_connection
-from tests.transport.peers import ANY_PORT, LIMIT
+from tests.transport.peers import ANY_PORT, LIMIT, receive_frames
 
 from trio_vllm.errors import PeerGoneError
 from trio_vllm.transport.channels import FrameReceiver, FrameSender
@@ -50,7 +50,7 @@ async def test_messages_arrive_in_order_and_in_batches(ends: Ends) -> None:
 
     with trio.fail_after(LIMIT):
         while len(received) < 3:
-            batch = await receiver.receive_batch(2)
+            batch = await receive_frames(receiver, 2)
             assert 1 <= len(batch) <= 2
             received += batch
 
@@ -69,7 +69,7 @@ async def test_batch_without_waiting(ends: Ends) -> None:
         while len(received) < 3:
             await trio.lowlevel.checkpoint()
             try:
-                received += receiver.receive_batch_nowait(2)
+                received += [frames for frames, _ in receiver.receive_batch_nowait(2)]
             except trio.WouldBlock:
                 continue
 
@@ -87,8 +87,8 @@ async def test_router_sends_to_whom_it_knows(routed_ends: Ends) -> None:
         await router.send([b"stranger", b"3"])
 
     with trio.fail_after(LIMIT):
-        assert await receiver.receive_batch(1) == [[b"1"]]
-        assert await receiver.receive_batch(1) == [[b"2"]]
+        assert await receive_frames(receiver, 1) == [[b"1"]]
+        assert await receive_frames(receiver) == [[b"2"]]
 
 
 async def test_disconnected_peer_is_gone() -> None:
@@ -112,6 +112,6 @@ async def test_bounded_connection_makes_the_sender_wait() -> None:
     with pytest.raises(trio.WouldBlock):
         sender.send_nowait([b"2"])
 
-    assert await receiver.receive_batch(10) == [[b"1"]]
+    assert await receive_frames(receiver, 1) == [[b"1"]]
     sender.close()
     receiver.close()

@@ -11,7 +11,7 @@ from tests.transport.peers import ANY_PORT, BARE_PEER, LIMIT, ZMQ_PEER, peer_pro
 from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
 from trio_vllm.errors import PeerGoneError
-from trio_vllm.transport import zmq_context as _context
+from trio_vllm.transport import Disconnect
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
 from trio_vllm.transport.zmq_monitor import PeerEvent, PeerEventKind, PeerMonitor
 
@@ -23,44 +23,48 @@ async def next_of_kind(monitor: PeerMonitor, kind: PeerEventKind) -> PeerEvent:
     return event
 
 
-async def test_killed_peer_is_named(context: ZmqContext) -> None:
+async def test_killed_peer_is_named(context: ZmqContext, nursery: trio.Nursery) -> None:
     """Of three processes one is killed: its connection is reported, and no other."""
     router = context.socket(SocketType.ROUTER)
-    monitor = context.open_monitor(router)
+    connections = context.track_connections(router)
+    nursery.start_soon(connections.run)
     address = router.bind(ANY_PORT)
-    processes, descriptors = {}, {}
+    processes, numbers = {}, {}
     async with AsyncExitStack() as stack:
         for name in ("a", "b", "c"):
             peer = peer_process(ZMQ_PEER, address, name)
             processes[name.encode()] = await stack.enter_async_context(peer)
         for _ in processes:
-            (identity, _), descriptor = await router.receive_with_descriptor()
-            descriptors[identity] = descriptor
+            (((identity, _), number),) = await router.receive_batch(1)
+            numbers[identity] = number
 
         processes[b"b"].kill()
-        lost = await next_of_kind(monitor, PeerEventKind.DISCONNECTED)
 
-        assert lost == PeerEvent(PeerEventKind.DISCONNECTED, descriptors[b"b"], address)
+        with trio.fail_after(LIMIT):
+            assert await connections.receive() == Disconnect(connection=numbers[b"b"])
         with trio.move_on_after(0.1):
-            raise AssertionError(await monitor.receive())
+            raise AssertionError(await connections.receive())
         router.send_nowait([b"a", b"still here"])
 
 
-async def test_peer_is_killed_and_restarted_fifty_times(context: ZmqContext) -> None:
+async def test_peer_is_killed_and_restarted_fifty_times(
+    context: ZmqContext, nursery: trio.Nursery
+) -> None:
     """Each time it is reported lost, and the next one of its name is heard."""
     router = context.socket(SocketType.ROUTER)
-    monitor = context.open_monitor(router)
+    connections = context.track_connections(router)
+    nursery.start_soon(connections.run)
     address = router.bind(ANY_PORT)
-    for _ in range(50):
+    for count in range(50):
         async with peer_process(BARE_PEER, address, "engine") as process:
             with trio.fail_after(LIMIT):
-                frames, descriptor = await router.receive_with_descriptor()
-            assert frames == [b"engine", b"hello"]
+                received = await router.receive_batch(1)
+            assert received == [([b"engine", b"hello"], count)]
 
             process.kill()
-            lost = await next_of_kind(monitor, PeerEventKind.DISCONNECTED)
 
-            assert descriptor == lost.descriptor
+            with trio.fail_after(LIMIT):
+                assert await connections.receive() == Disconnect(connection=count)
             with pytest.raises(PeerGoneError), trio.fail_after(LIMIT):
                 while True:  # the socket itself hears of it a moment later than the monitor
                     await router.send([b"engine", b"too late"])
@@ -72,14 +76,15 @@ async def test_course_of_a_connection_on_both_sides(context: ZmqContext) -> None
     address = router.bind(ANY_PORT)
     dealer.connect(address)
     dealer.send_nowait([b"hello"])
-    _, descriptor = await router.receive_with_descriptor()
+    await router.receive()
 
     dealer.close()
 
-    assert [await router_monitor.receive() for _ in range(3)] == [
-        PeerEvent(PeerEventKind.ACCEPTED, descriptor, address),
+    accepted = await router_monitor.receive()
+    assert (accepted.kind, accepted.address) == (PeerEventKind.ACCEPTED, address)
+    assert [await router_monitor.receive() for _ in range(2)] == [
         PeerEvent(PeerEventKind.HANDSHAKE_SUCCEEDED, None, address),
-        PeerEvent(PeerEventKind.DISCONNECTED, descriptor, address),
+        PeerEvent(PeerEventKind.DISCONNECTED, accepted.descriptor, address),
     ]
     events = [event async for event in dealer_monitor]
     assert [event.kind for event in events] == [
@@ -202,9 +207,8 @@ async def test_socket_works_on_without_its_monitor(context: ZmqContext) -> None:
         assert (await router.receive())[1] == b"hello"
 
 
-async def test_unread_events_do_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_context, "TERMINATION_GRACE", LIMIT)
-    async with open_context() as context:
+async def test_unread_events_do_not_hold_up_the_end() -> None:
+    async with open_context(termination_grace=LIMIT) as context:
         router = context.socket(SocketType.ROUTER)
         context.open_monitor(router)
         address = router.bind(ANY_PORT)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import trio
-from tests.transport.peers import ANY_PORT, LIMIT, Pair, wait_until_readable
+from tests.transport.peers import ANY_PORT, LIMIT, Pair, receive_frames, wait_until_readable
 from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
 from trio_vllm.errors import ConfigurationError, PeerGoneError
-from trio_vllm.transport import zmq_socket as _socket
+from trio_vllm.transport import Received, zmq_socket as _socket
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
 from trio_vllm.transport.zmq_socket import ZERO_COPY_SIZE, ZmqSocket
 
@@ -72,7 +72,7 @@ async def test_batch_takes_what_is_there_up_to_the_limit(pull_and_push: Pair) ->
     received: list[list[bytes]] = []
 
     while len(received) < 5:
-        batch = await pull.receive_batch(2)
+        batch = await receive_frames(pull, 2)
         assert 1 <= len(batch) <= 2
         received += batch
 
@@ -89,9 +89,7 @@ async def test_full_batch_is_taken_at_once(pull_and_push: Pair) -> None:
     await wait_until_readable(pull)
 
     assert len(await pull.receive_batch(3)) == 3
-    assert pull.has_more()
-    assert await pull.receive_batch(3) == [[b"last"]]
-    assert not pull.has_more()
+    assert pull.receive_batch_nowait(3) == [([b"last"], None)]
 
 
 async def test_waiting_operations_are_checkpoints(pull_and_push: Pair) -> None:
@@ -256,44 +254,65 @@ async def test_wrong_direction_is_a_typed_error(pull_and_push: Pair) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
-async def test_descriptor_tells_connections_apart(
-    context: ZmqContext, tmp_path: Path, scheme: str
+async def test_number_tells_connections_apart(
+    context: ZmqContext, nursery: trio.Nursery, tmp_path: Path, scheme: str
 ) -> None:
     router = context.socket(SocketType.ROUTER)
+    context.track_connections(router)
     address = router.bind(ANY_PORT if scheme == "tcp" else f"ipc://{tmp_path}/socket")
-    descriptors: dict[bytes, set[int]] = {b"a": set(), b"b": set()}
-    for identity in descriptors:
+    numbers: dict[bytes, set[int | None]] = {b"a": set(), b"b": set()}
+    for identity in numbers:
         dealer = context.socket(SocketType.DEALER, identity=identity)
         dealer.connect(address)
         dealer.send_nowait([b"1"])
         dealer.send_nowait([b"2", b"more"])
 
     for _ in range(4):
-        frames, descriptor = await router.receive_with_descriptor()
-        descriptors[frames[0]].add(descriptor)
+        ((frames, number),) = await router.receive_batch(1)
+        numbers[frames[0]].add(number)
 
-    assert [len(found) for found in descriptors.values()] == [1, 1]
-    assert len(set.union(*descriptors.values())) == 2
+    assert [len(found) for found in numbers.values()] == [1, 1]
+    assert set.union(*numbers.values()) == {0, 1}
 
 
-async def test_batch_with_descriptors(context: ZmqContext) -> None:
+async def test_number_of_a_connection_is_not_used_again(context: ZmqContext) -> None:
+    """Though the system gives its descriptor to the next one."""
     pull = context.socket(SocketType.PULL)
+    context.track_connections(pull)
+    address = pull.bind(ANY_PORT)
+    numbers = []
+
+    with trio.fail_after(LIMIT):
+        for _ in range(20):
+            push = context.socket(SocketType.PUSH, linger=1)
+            push.connect(address)
+            push.send_nowait([b"message"])
+            ((_, number),) = await pull.receive_batch(5)
+            numbers.append(number)
+            push.close()
+
+    assert numbers == list(range(20))
+
+
+async def test_numbers_in_a_batch(context: ZmqContext) -> None:
+    pull = context.socket(SocketType.PULL)
+    context.track_connections(pull)
     address = pull.bind(ANY_PORT)
     pushes = [context.socket(SocketType.PUSH) for _ in range(2)]
     for push in pushes:
         push.connect(address)
         for number in range(3):
             push.send_nowait([b"%d" % pushes.index(push), b"%d" % number])
-    received: list[tuple[list[bytes], int]] = []
+    received: list[Received] = []
 
     with trio.fail_after(LIMIT):
         while len(received) < 6:
-            batch = await pull.receive_batch_with_descriptors(4)
+            batch = await pull.receive_batch(4)
             assert 1 <= len(batch) <= 4
             received += batch
 
-    descriptors = {(frames[0], descriptor) for frames, descriptor in received}
-    assert 2 == len(descriptors) == len({descriptor for _, descriptor in descriptors})
+    numbers = {(frames[0], number) for frames, number in received}
+    assert len(numbers) == len({number for _, number in numbers}) == 2
     for name in (b"0", b"1"):
         assert [frames[1] for frames, _ in received if frames[0] == name] == [b"0", b"1", b"2"]
 

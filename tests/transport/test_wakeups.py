@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 import trio
 import zmq
-from tests.transport.peers import ANY_PORT, LIMIT, Pair
+from tests.transport.peers import ANY_PORT, LIMIT, Pair, receive_frames
 from trio.testing import wait_all_tasks_blocked
 
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext
@@ -43,7 +43,10 @@ def refuse(dealer: ZmqSocket) -> None:
 
 
 def empty(router: ZmqSocket) -> None:
-    assert router.receive_batch_nowait(10) == [[b"peer", b"1"], [b"peer", b"2"]]
+    assert [frames for frames, _ in router.receive_batch_nowait(10)] == [
+        [b"peer", b"1"],
+        [b"peer", b"2"],
+    ]
 
 
 @pytest.mark.parametrize("in_vain", [True, False])
@@ -139,7 +142,7 @@ async def test_full_rate_in_both_directions_with_a_pausing_reader(context: ZmqCo
     async def echo() -> None:
         nonlocal pauses
         while True:
-            for identity, number, _ in await router.receive_batch(500):
+            for identity, number, _ in await receive_frames(router, 500):
                 router.send_nowait([identity, number])
                 if number.endswith(b"000"):
                     await wait_all_tasks_blocked(0.01)  # the sender has run into the bound
@@ -150,7 +153,7 @@ async def test_full_rate_in_both_directions_with_a_pausing_reader(context: ZmqCo
             nursery.start_soon(send)
             nursery.start_soon(echo)
             while len(replies) < len(numbers):
-                replies += [number for (number,) in await dealer.receive_batch(100)]
+                replies += [number for (number,) in await receive_frames(dealer, 100)]
             nursery.cancel_scope.cancel()
 
     assert numbers == replies

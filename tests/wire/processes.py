@@ -16,7 +16,7 @@ import attrs
 import trio
 from tests.ready import ready_response
 
-from trio_vllm.transport import HandshakeOwner, join_frontend, open_frontend
+from trio_vllm.transport import HandshakeOwner, join_frontend
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,7 +62,7 @@ async def be_engine(address: str, engine_index: str) -> None:
     ) as links:
         say("joined")
         while True:
-            for frames in await links.inputs[0].receive_batch(10):
+            for frames, _ in await links.inputs[0].receive_batch(10):
                 if frames[0].isdigit():
                     ctypes.PyDLL(None).sleep(int(frames[0]))
                 say(frames[0].hex())
@@ -70,7 +70,7 @@ async def be_engine(address: str, engine_index: str) -> None:
 
 async def be_frontend(address: str) -> None:
     """Wait for one engine, then for the end."""
-    async with open_frontend(HandshakeOwner(handshake_address=address)):
+    async with HandshakeOwner(handshake_address=address).connect():
         say("open")
         await trio.sleep_forever()
 

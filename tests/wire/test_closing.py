@@ -9,8 +9,7 @@ import pytest
 import trio
 from tests.ready import ready_response
 
-from trio_vllm.client import EngineCoreClient, OutputStream, open_client
-from trio_vllm.client import client as _opening
+from trio_vllm.client import EngineCoreClient, OutputStream, client as _opening, open_client
 from trio_vllm.protocol import (
     AbortRequests,
     EngineCoreRequest,
@@ -39,9 +38,9 @@ class Engine:
             ready_response=lambda _: ready_response(self.index),
         ) as links:
             while not self.added or self.added != self.aborted:
-                for frames in await links.inputs[0].receive_batch(100):
+                for frames, _ in await links.inputs[0].receive_batch(100):
                     self.take(decode_engine_message(frames))
-            await links.losses[0].wait()
+            await links.disconnects.receive()
 
     def take(self, message: EngineMessage) -> None:
         if isinstance(message, EngineCoreRequest):
@@ -57,7 +56,7 @@ def submit(client: EngineCoreClient) -> None:
             prompt_token_ids=[1],
             sampling_params=SamplingParams(max_tokens=100),
         )
-        client.submit(request, OutputStream(request.request_id))
+        client.driver.submit(request, OutputStream(request.request_id))
 
 
 class Mistake(Exception):  # noqa: N818

@@ -34,7 +34,7 @@ async def test_waves(tmp_path: Path) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(serve_mock_engines, config, options)
             async with open_client(mode) as client:
-                assert client.fleet.data_parallel_size == 3
+                assert client.engine_info.data_parallel_size == 3
                 for rank in (1, 0, 2, 2):
                     await generate(client, f"alone-{rank}", rank)
                 async with trio.open_nursery() as requests:

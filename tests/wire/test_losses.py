@@ -13,11 +13,10 @@ import trio
 from tests.ready import ready_response
 from tests.wire.processes import PeerProcess, peer_process
 
-from trio_vllm.client import client as _opening
-from trio_vllm.client import open_client
+from trio_vllm.client import client as _opening, open_client
 from trio_vllm.errors import EngineDeadError
 from trio_vllm.protocol import EngineCoreRequest, EngineId, SamplingParams
-from trio_vllm.transport import EngineChannels, HandshakeOwner, join_frontend, open_frontend
+from trio_vllm.transport import Disconnect, EngineChannels, HandshakeOwner, join_frontend
 
 LOSS_LIMIT = 10.0
 """Seconds in which the end of a process must be known. Promised are two, but a busy machine may take
@@ -47,7 +46,7 @@ async def frontend_with_engines(
         handshake_address=address, engine_count=count, heartbeat_timeout=heartbeat_timeout
     )
     with trio.fail_after(60):
-        async with engine_processes(address, count) as engines, open_frontend(mode) as links:
+        async with engine_processes(address, count) as engines, mode.connect() as links:
             yield links, engines
 
 
@@ -57,14 +56,14 @@ async def test_killed_engine(address: str) -> None:
         engines[1].process.send_signal(signal.SIGKILL)
 
         with trio.fail_after(LOSS_LIMIT):
-            assert await links.losses.receive() == 1
+            assert await links.disconnects.receive() == Disconnect(engine_index=1)
 
         for index in (0, 2):
             links.requests.send_nowait([EngineId.of(index), b"\x01", b"\x90"])
             while (line := await engines[index].wait_for_line()) != "01":
                 assert line == "joined"
         with trio.move_on_after(0.1):
-            assert await links.losses.receive() is None
+            assert await links.disconnects.receive() is None
 
 
 async def test_killed_engine_of_a_client(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +101,7 @@ async def test_frozen_engine(address: str) -> None:
         engines[0].process.send_signal(signal.SIGSTOP)
         links.requests.send_nowait([EngineId.of(0), b"\x01", b"\x90"])
         with trio.move_on_after(0.5):
-            assert await links.losses.receive() is None
+            assert await links.disconnects.receive() is None
 
         engines[0].process.send_signal(signal.SIGCONT)
 
@@ -122,12 +121,12 @@ async def test_heartbeats(address: str) -> None:
         frozen.process.send_signal(signal.SIGSTOP)
 
         with trio.fail_after(LOSS_LIMIT):
-            assert await links.losses.receive() == 1
+            assert await links.disconnects.receive() == Disconnect(engine_index=1)
 
         assert trio.current_time() - begin > 0.4
         assert b"2".hex() == await computing.wait_for_line()
         with trio.move_on_after(0.1):
-            assert await links.losses.receive() is None
+            assert await links.disconnects.receive() is None
 
 
 async def test_killed_frontend(address: str) -> None:
@@ -142,4 +141,4 @@ async def test_killed_frontend(address: str) -> None:
             frontend.process.send_signal(signal.SIGKILL)
 
             with trio.fail_after(LOSS_LIMIT):
-                await links.losses[0].wait()
+                await links.disconnects.receive()

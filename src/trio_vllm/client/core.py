@@ -1,138 +1,90 @@
-"""What goes to the engines: at once where one waits for it, else together."""
+"""`FrontendCore`: the client without IO. Told what happens, it says what to send and when to call.
+
+Theory of operation. Whoever drives the core tells it of requests and utility calls (`submit`,
+`call_utility`, …), of each message that comes (`receive`), of each connection that breaks
+(`disconnected`), and calls `tick` when `next_deadline` has come. Nothing here waits, reads a clock or
+sends. After any of these calls:
+
+* `urgent_sends` are messages to send before anything else is done, since an idle engine waits for
+  them; `sends` are all messages, to be sent once all tasks that are due have run, or `send_time` has
+  come. So what is submitted or aborted in one go costs one wake-up, and reaches the engine before its
+  next step. A message that finds its engine gone is given back with `undeliverable`.
+* `coordination_sends` are messages of the waves.
+* `failure` may have been set: then no request is served any more.
+
+Whoever waits is woken by the object that it has handed in with its request or call (`Sink`,
+`Wakeable`).
+
+What an engine does never raises here. The first cause of its death is kept, and every waiter and
+every later call gets a fresh error made of it.
+
+Messages count only if they come from an engine, by a connection that is known to be its own (see
+`EngineConnections`): what a stranger sends is dropped, counted in `ClientStatistics`, and logged once.
+So an engine whose very first message cannot be read is a stranger, even if it is the only one: it
+hurts nobody, nor is it found dead by that. `open_client` lets each engine answer a call first.
+
+Mirrors ``rust/src/engine-core-client/src/client.rs`` and ``vllm/v1/engine/core_client.py``.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from time import perf_counter
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-import trio
+import attrs
 
-from trio_vllm.client.engines import Balancer, EngineLives
-from trio_vllm.client.requests import Inflight
-from trio_vllm.client.utility_calls import UtilityCalls
-from trio_vllm.concurrency import Waker
-from trio_vllm.errors import DecodeError, PeerGoneError
+from trio_vllm.client.engines import (
+    CONNECTION_LOST,
+    REPORTED_DEATH,
+    UNREADABLE,
+    Engine,
+    EngineConnections,
+    EngineInfo,
+    EngineMessage,
+    EngineState,
+    EngineTable,
+    LeastLoaded,
+    LoadBalancer,
+)
+from trio_vllm.client.input_processing import fill_defaults, validate_and_encode
+from trio_vllm.client.requests import Sink, check_rows
+from trio_vllm.client.utility_calls import (
+    UtilityCall,
+    UtilityCallTable,
+    Wakeable,
+    check_utility_call,
+)
+from trio_vllm.client.waves import WaveFollower, WaveLeader
+from trio_vllm.errors import (
+    DecodeError,
+    DuplicateRequestIdError,
+    EngineCoreError,
+    EngineDeadError,
+    InvalidDataParallelRankError,
+    copy_error,
+)
 from trio_vllm.protocol import (
     Buffer,
+    CodecError,
     DpControlOutput,
+    EngineCoreOutput,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
     EngineDead,
-    EngineId,
+    FinishReason,
     Frames,
     SchedulerStats,
     UndecodedBatch,
     UtilityCallOutput,
+    UtilityRequest,
     decode_outputs_lazily,
-    encode_abort,
+    encode_utility,
+    plain_token_ids,
+    row_request_id,
 )
-from trio_vllm.transport import EngineChannels, FrameSender
-
-# MERGED client/_dispatch: What the engines send, handed to whoever it concerns.
-# MERGED client/_pump: The task that hands out what the engines send.
-
-
-HOLD = 0.005
-"""Seconds that what is posted may wait at most, beyond the turns of other tasks."""
-
-
-class Outbox:
-    """Sends at once, or when `run` gets its turn, that is after all tasks that are due now.
-
-    What is sent in one go costs ØMQ one wake-up, and reaches the engine before its next step. All
-    requests that are aborted until then share one message per engine.
-    """
-
-    def __init__(
-        self,
-        requests: FrameSender,
-        *,
-        on_gone: Callable[[int, PeerGoneError], None],
-        on_unsent: Callable[[str, list[Buffer]], None],
-    ) -> None:
-        """
-        Args:
-          requests: The way to all engines.
-          on_gone: Called with an engine that turns out to be gone.
-          on_unsent: Called after that with each request, id and message, that was posted to it and
-            may go elsewhere.
-        """
-        self._requests = requests
-        self._on_gone = on_gone
-        self._on_unsent = on_unsent
-        self._posted: list[tuple[int, list[Buffer], str | None]] = []
-        self._aborts: dict[int, dict[str, None]] = {}  # request ids by engine
-        self._waker = Waker()
-        self._hold_end: float | None = None
-
-    def __bool__(self) -> bool:
-        """Whether something is waiting."""
-        return bool(self._posted or self._aborts)
-
-    def send(self, engine_index: int, message: list[Buffer]) -> bool:
-        """Send to an engine; False if it is not there any more."""
-        try:
-            self._requests.send_nowait([EngineId.of(engine_index), *message])
-        except PeerGoneError as error:
-            self._on_gone(engine_index, error)
-            return False
-        return True
-
-    def post(self, engine_index: int, message: list[Buffer], movable_id: str | None) -> None:
-        """Send a request soon; its id, if another engine will do as well."""
-        # Copied, for it may have views of arrays that are the caller's to change once we return.
-        self._posted.append((engine_index, [*map(bytes, message)], movable_id))
-        self._waker.wake()
-
-    def abort(self, engine_index: int, request_id: str) -> None:
-        """Tell an engine soon that a request is over; a hold ends with this."""
-        self._hold_end = None
-        self._aborts.setdefault(engine_index, {})[request_id] = None
-        self._waker.wake()
-
-    def prepare_id(self, request_id: str) -> None:
-        """See to it that no engine still has this id: it would die of getting it again."""
-        if self._aborts and any(request_id in ids for ids in self._aborts.values()):
-            self.flush()
-
-    def hold(self) -> None:
-        """Let `run` wait until `release`, but for `HOLD` seconds at most.
-
-        For while outputs are waiting to be handed out, of which requests could only bring more.
-        An abort brings less, and is not held.
-        """
-        # Else a hold without end would grow out of several.
-        if self._hold_end is None and not self._aborts:
-            self._hold_end = trio.current_time() + HOLD
-
-    def release(self) -> None:
-        """End a hold."""
-        self._hold_end = None
-        if self:
-            self._waker.wake()
-
-    def flush(self) -> None:
-        """Send what is waiting: requests first, for they may have been aborted since."""
-        self._hold_end = None
-        while self._posted:
-            posted, self._posted = self._posted, []
-            for engine_index, message, movable_id in posted:
-                if not self.send(engine_index, message) and movable_id is not None:
-                    self._on_unsent(movable_id, message)
-        aborts, self._aborts = self._aborts, {}
-        for engine_index, request_ids in aborts.items():
-            self.send(engine_index, encode_abort(list(request_ids)))
-
-    async def run(self) -> None:
-        """Task: send what is waiting, for ever."""
-        while True:
-            await trio.lowlevel.checkpoint()
-            if not self:
-                await self._waker.wait()
-            while self._hold_end is not None and trio.current_time() < self._hold_end:
-                with trio.move_on_at(self._hold_end):
-                    await self._waker.wait()
-            self.flush()
-
 
 _log = logging.getLogger("trio_vllm.client")
 
@@ -140,113 +92,504 @@ StatsListener = Callable[[int, SchedulerStats], None]
 """Is called with an engine's index and its statistics."""
 
 
-class Dispatcher:
-    """Takes one message at a time; keeps the newest statistics of each engine."""
+@attrs.frozen(kw_only=True)
+class ClientStatistics:
+    """What a client has in its tables, for tests and for the curious."""
+
+    requests_in_flight: Mapping[int, int]
+    """Requests that have not ended, by engine index; without the dead."""
+    utility_calls: int
+    """Calls that are waited for."""
+    unsent_messages: int
+    """Messages to engines that will be sent in a moment."""
+    unsent_aborts: int
+    """Requests that are over, and whose engines will be told in a moment."""
+    dropped: Mapping[str, int]
+    """Messages and rows that did not count, by the reason."""
+    tasks_waiting_for_failure: int = 0
+    """Tasks in `EngineCoreClient.wait_failed`."""
+
+
+class FrontendCore:
+    """Drives engine cores: requests in, outputs out, sans IO."""
 
     def __init__(
         self,
-        inflight: Inflight,
-        utility_calls: UtilityCalls,
-        balancer: Balancer,
-        lives: EngineLives,
+        ready_responses: Mapping[int, EngineCoreReadyResponse],
+        *,
+        waves: WaveLeader | WaveFollower | None = None,
+        client_index: int = 0,
+        vocab_size: int | None = None,
+        structured_outputs_backend: str = "xgrammar",
+        load_balancer: LoadBalancer | None = None,
+        hold_time: float = 0.005,
     ) -> None:
-        self._inflight = inflight
-        self._utility_calls = utility_calls
-        self._balancer = balancer
-        self._lives = lives
-        self._has_choice = len(lives.living) > 1
-        self._stats: dict[int, UndecodedBatch] = {}
-        self._garblers: set[int] = set()
-        # Which engine has sent something readable by a connection; by the connection's descriptor.
-        self._senders: dict[int | None, int] = {}
-        self.stats_listener: StatsListener | None = None
+        """
+        Args:
+          ready_responses: What the engines registered with, by engine index.
+          waves: Our part in the data-parallel waves, if there is a coordinator.
+          client_index: Which of the engines' clients we are.
+          vocab_size: Number of the model's token ids, if known.
+          structured_outputs_backend: For requests that name none.
+          load_balancer: Chooses the engine of a request; `LeastLoaded` if None.
+          hold_time: Seconds for which `pause_sending` may keep messages back at most.
+        """
+        self.info = EngineInfo.of(ready_responses)
+        """What the engines told of themselves."""
+        self.limits = self.info.limits(vocab_size=vocab_size)
+        """What a request must keep to."""
+        self.failure: EngineCoreError | None = None
+        """Why no request is served any more; the first reason is kept."""
+        self._engines = EngineTable(ready_responses)
+        self._connections = EngineConnections(ready_responses)
+        self._utility_calls = UtilityCallTable()
+        self._waves = waves
+        self._client_index = client_index
+        self._backend = structured_outputs_backend
+        self._load_balancer = LeastLoaded() if load_balancer is None else load_balancer
+        self._hold_time = hold_time
+        self._hold_end = -math.inf
+        self._urgent: list[Engine] = []
+        self._unsent: dict[Engine, None] = {}  # engines that may have something to be sent
+        self._coordination_sends: list[Sequence[Buffer]] = []
+        self._dropped: Counter[str] = Counter()
+        self._stats_listeners: dict[object, StatsListener] = {}
 
-    def take(self, frames: Frames, descriptor: int | None = None) -> None:
-        """Hand out a message; ``descriptor`` is that of its connection, if it is known."""
+    # What is known ------------------------------------------------------------------------------
+
+    @property
+    def engine_indices(self) -> list[int]:
+        """The engines that take requests."""
+        return [engine.index for engine in self._engines.alive]
+
+    @property
+    def dead_engines(self) -> dict[int, EngineDeadError]:
+        """Why each dead engine died, in the order of their deaths."""
+        return {e.index: e.error for e in self._engines.dead if e.error is not None}
+
+    @property
+    def in_flight_count(self) -> int:
+        """Requests that have not ended."""
+        return sum(len(engine.requests) for engine in self._engines.by_index.values())
+
+    def scheduler_stats(self) -> dict[int, SchedulerStats]:
+        """The newest statistics of each living engine that sent any; `DecodeError` if garbled."""
+        messages = {i: engine.stats_message for i, engine in self._engines.by_index.items()}
+        decoded = {i: message.decode_stats() for i, message in messages.items() if message}
+        return {index: stats for index, stats in decoded.items() if stats is not None}
+
+    def statistics(self) -> ClientStatistics:
+        """What is in the tables now."""
+        engines = self._engines.by_index.values()
+        return ClientStatistics(
+            requests_in_flight={e.index: len(e.requests) for e in engines if e.error is None},
+            utility_calls=len(self._utility_calls),
+            unsent_messages=sum(len(engine.messages) for engine in engines),
+            unsent_aborts=sum(len(engine.aborts) for engine in engines),
+            dropped=dict(self._dropped),
+        )
+
+    def add_stats_listener(self, listener: StatsListener) -> Callable[[], None]:
+        """Call ``listener`` with each engine's statistics as they come; gives its removal.
+
+        It must not wait or raise.
+        """
+        key = object()
+        self._stats_listeners[key] = listener
+
+        def remove() -> None:
+            self._stats_listeners.pop(key, None)
+
+        return remove
+
+    def raise_if_failed(self) -> None:
+        """Raise the reason, if no request is served any more."""
+        if self.failure is not None:
+            raise copy_error(self.failure)
+        if not self._engines.alive:
+            # They are disconnected, but not dead yet.
+            index = next(i for i, e in self._engines.by_index.items() if e.error is None)
+            raise EngineDeadError(index, CONNECTION_LOST)
+
+    # Requests -----------------------------------------------------------------------------------
+
+    def submit(self, request: EngineCoreRequest, sink: Sink) -> None:
+        """Queue a request for the pinned or else the least loaded engine; its outputs go to ``sink``.
+
+        If the engine is idle the message is urgent. Raises as `EngineCoreClient.call`; then nothing
+        was queued.
+        """
+        self.raise_if_failed()
+        request_id = request.request_id
+        if self._engines.having(request_id) is not None:
+            raise DuplicateRequestIdError(request_id)
+        request = fill_defaults(request, self._client_index, self._backend)
+        if self._waves is not None:
+            request = attrs.evolve(request, current_wave=self._waves.current_wave)
+        frames = validate_and_encode(request, self.limits)
+        rank = request.data_parallel_rank
+        engine = self._choose(request_id, rank)
+        self._queue_request(engine, sink, frames, is_movable=rank is None)
+        if self._waves is not None:
+            self._coordination_sends += self._waves.send_request(engine.index)
+
+    def _choose(self, request_id: str, rank: int | None) -> Engine:
+        alive = self._engines.alive
+        if rank is None:
+            return alive[0] if len(alive) == 1 else self._load_balancer.choose(alive)
+        engine = self._engines.by_index.get(rank)
+        if engine is None or engine.state is not EngineState.ALIVE:
+            raise InvalidDataParallelRankError(request_id, rank, self.engine_indices)
+        return engine
+
+    def _queue_request(
+        self, engine: Engine, sink: Sink, frames: Sequence[Buffer], *, is_movable: bool
+    ) -> None:
+        request_id = sink.request_id
+        if request_id in engine.aborts:
+            engine.send_aborts()  # it would die of an id that it still has
+        if engine.requests:
+            # Copied, for there may be views of arrays that are the caller's to change soon.
+            frames = [*map(bytes, frames)]
+        else:
+            self._urgent.append(engine)
+        engine.add(sink)
+        engine.send(frames, sink if is_movable else None)
+        self._unsent[engine] = None
+
+    def confirm(self, sink: Sink) -> None:
+        """Raise, and forget a request just submitted, if no engine is left that could be sent it."""
+        engine = self._engines.by_index[sink.engine_index]
+        if engine.state is EngineState.ALIVE:
+            return
+        engine.remove(sink.request_id)
+        self.raise_if_failed()
+        raise InvalidDataParallelRankError(sink.request_id, engine.index, self.engine_indices)
+
+    def drop(self, sink: Sink) -> None:
+        """Forget a request and abort it, if it is still in flight; its sink hears nothing more."""
+        engine = self._engines.by_index.get(sink.engine_index)
+        # Another request may have got the id since.
+        if engine is not None and engine.requests.get(sink.request_id) is sink:
+            self._abort(engine, sink.request_id)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests with a last output of ours, since an engine answers no abort.
+
+        Ids that are not in flight are ignored.
+        """
+        for request_id in request_ids:
+            if engine := self._engines.having(request_id):
+                sink = self._abort(engine, request_id)
+                output = EngineCoreOutput(request_id, finish_reason=FinishReason.ABORT)
+                sink.add_output(output, 0.0, None)
+
+    def abort_all(self) -> None:
+        """Abort every request in flight."""
+        for engine in self._engines.by_index.values():
+            self.abort(list(engine.requests))
+
+    def _abort(self, engine: Engine, request_id: str) -> Sink:
+        """Forget a request, and tell its engine soon; what is held is sent along."""
+        sink = engine.remove(request_id)
+        engine.aborts[request_id] = None
+        self._unsent[engine] = None
+        self._hold_end = -math.inf
+        return sink
+
+    def _fail_request(self, engine: Engine, request_id: str, error: EngineCoreError) -> None:
+        self._abort(engine, request_id).fail(error)
+
+    # Utility calls ------------------------------------------------------------------------------
+
+    def call_utility(self, method: str, args: Sequence[Any], waiter: Wakeable) -> UtilityCall:
+        """Queue a call of a method of the engine core for every living engine; it is urgent.
+
+        ``waiter`` is woken when the call is settled; `close_call` must follow in any case.
+
+        Raises:
+          UtilityRefusedError: Engines are known not to survive this call.
+          EngineDeadError: No engine is left.
+          ClientClosedError: The client is closed.
+          TypeError: An argument has no MessagePack form.
+        """
+        self.raise_if_failed()
+        check_utility_call(method, args)
+        call = self._utility_calls.open(method, self.engine_indices, waiter)
+        try:
+            frames = encode_utility(
+                UtilityRequest(self._client_index, call.call_id, method, list(args))
+            )
+        except CodecError as error:
+            self._utility_calls.close(call)
+            raise TypeError(f"utility call {method!r}: {error}") from error
+        for engine in self._engines.alive:
+            engine.send_aborts()
+            engine.send(frames)
+            self._urgent.append(engine)
+        return call
+
+    def close_call(self, call: UtilityCall) -> None:
+        """Forget a call, settled or not; late answers are dropped."""
+        self._utility_calls.close(call)
+
+    # Messages to send ---------------------------------------------------------------------------
+
+    def urgent_sends(self) -> list[EngineMessage]:
+        """Give, and forget, the messages to engines that should not wait for them."""
+        engines, self._urgent = self._urgent, []
+        return [message for engine in engines for message in engine.take_messages()]
+
+    def sends(self) -> list[EngineMessage]:
+        """Give, and forget, all messages to engines.
+
+        All requests of an engine that were aborted since the last time share one message.
+        """
+        self._hold_end = -math.inf
+        engines, self._unsent, self._urgent = self._unsent, {}, []
+        for engine in engines:
+            engine.send_aborts()
+        return [message for engine in engines for message in engine.take_messages()]
+
+    def coordination_sends(self) -> list[Sequence[Buffer]]:
+        """Give, and forget, what goes to the coordinator, or from ours to the engines."""
+        messages, self._coordination_sends = self._coordination_sends, []
+        return messages
+
+    @property
+    def has_sends(self) -> bool:
+        """Whether `sends` would give something."""
+        return any(engine.messages or engine.aborts for engine in self._unsent)
+
+    @property
+    def send_time(self) -> float:
+        """From when on `sends` should be called, if there are any."""
+        return self._hold_end
+
+    def pause_sending(self, now: float) -> None:
+        """Keep messages back until `resume_sending`, but no longer than the hold time.
+
+        For while received messages are waiting to be handed out, of which requests could only bring
+        more. An abort brings less: it ends a pause.
+        """
+        # A pause that could be prolonged would be without end for a client that is always behind.
+        if self._hold_end == -math.inf and not any(engine.aborts for engine in self._unsent):
+            self._hold_end = now + self._hold_time
+
+    def resume_sending(self) -> None:
+        """End a pause."""
+        self._hold_end = -math.inf
+
+    def undeliverable(self, message: EngineMessage, cause: Exception, now: float) -> None:
+        """A message could not be sent: its engine is gone."""
+        self._disconnect(message.engine, now, cause)
+        self._move(message)
+
+    def _move(self, message: EngineMessage) -> None:
+        """Give a request that its engine cannot be sent to another one, if any will do."""
+        engine, sink = message.engine, message.movable
+        if sink is None or engine.requests.get(sink.request_id) is not sink:
+            return  # it is no request, or is meant for this engine, or is over
+        if self._engines.alive:  # else it fails with its engine
+            engine.remove(sink.request_id)
+            # There is no wave to tell of: engines that have them are lost together.
+            other = self._choose(sink.request_id, None)
+            self._queue_request(other, sink, message.frames, is_movable=True)
+
+    # Messages that come -------------------------------------------------------------------------
+
+    def receive(self, frames: Frames, connection: int | None, now: float) -> None:
+        """A message came in by the output socket; ``connection`` is the number of its connection."""
+        sender = self._connections.engine_of(connection)
         try:
             message = decode_outputs_lazily(frames)
-            if descriptor is not None and not isinstance(message, EngineDead):
-                self._senders[descriptor] = message.engine_index
-            match message:
-                case UndecodedBatch():
-                    self._take_batch(message)
-                case UtilityCallOutput():
-                    self._utility_calls.take(message)
-                case DpControlOutput():
-                    _log.warning("engine %d sent a wave notice here", message.engine_index)
-                case EngineDead():
-                    self._lives.take_farewell(self._senders.get(descriptor))
+            if isinstance(message, EngineDead):
+                self._receive_sentinel(sender)
+            elif self._connections.claim(connection, message.engine_index):
+                sender = message.engine_index
+                self._receive_from(self._engines.by_index[sender], message)
+            else:
+                self._drop("a message for an engine that its connection is not known to belong to")
         except DecodeError as error:
-            self._lives.take_unreadable(error, self._senders.get(descriptor))
+            self._receive_undecodable(sender, error)
 
-    def _take_batch(self, batch: UndecodedBatch) -> None:
-        if batch.engine_index in self._lives.dead:
+    def _receive_from(
+        self, engine: Engine, message: UndecodedBatch | UtilityCallOutput | DpControlOutput
+    ) -> None:
+        if engine.state is EngineState.DEAD:
             return
-        self._inflight.take(batch)
-        if batch.has_stats and batch.engine_index in self._lives.living:
-            self._stats[batch.engine_index] = batch
-            if self._has_choice or self.stats_listener is not None:
-                self._take_stats(batch)
+        if isinstance(message, UndecodedBatch):
+            self._receive_batch(engine, message)
+        elif isinstance(message, UtilityCallOutput):
+            self._utility_calls.receive(engine.index, message.output)
+        else:
+            _log.warning("engine %d sent a wave notice here", engine.index)
 
-    def _take_stats(self, batch: UndecodedBatch) -> None:
-        index = batch.engine_index
+    def _receive_batch(self, engine: Engine, batch: UndecodedBatch) -> None:
+        """Hand each row to its sink: the hot path of the whole client."""
+        sinks, timestamp, version = engine.requests, batch.timestamp, batch.weight_version
+        for row in batch.rows:
+            token_ids = plain_token_ids(row)
+            if token_ids is not None:
+                request_id = row[0]
+                sink = sinks.get(request_id) if type(request_id) is str else None
+                if sink is not None:
+                    try:
+                        sink.add_tokens(token_ids, timestamp, version)
+                    except OverflowError:
+                        pass  # the slow path says what is wrong
+                    except DecodeError as error:
+                        self._fail_request(engine, request_id, error)
+                        continue
+                    else:
+                        continue
+            self._receive_row(engine, row, batch)
+        if batch.finished_requests:
+            self._receive_finished(engine, batch.finished_requests)
+        if batch.has_stats:
+            self._receive_stats(engine, batch)
+
+    def _receive_row(self, engine: Engine, row: object, batch: UndecodedBatch) -> None:
+        request_id = row_request_id(row)
+        if request_id is not None and request_id not in engine.requests:
+            if self._engines.having(request_id) is not None:
+                self._drop("an output for a request of another engine")
+            return
+        try:
+            output = batch.decode_row(row)
+            check_rows(output, engine.index)
+        except DecodeError as error:
+            if request_id is None:
+                raise  # it may have been a part of any request
+            self._fail_request(engine, request_id, error)
+            return
+        sink = engine.requests[output.request_id]
+        if output.finished:
+            engine.remove(output.request_id)
+        try:
+            sink.add_output(output, batch.timestamp, batch.weight_version)
+        except DecodeError as error:
+            self.drop(sink)
+            sink.fail(error)
+
+    def _receive_finished(self, engine: Engine, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            if request_id in engine.requests:
+                reason = "lists the request, but it had no last output"
+                error = DecodeError(
+                    "outputs", "finished_requests", reason, engine.index, request_id
+                )
+                self._fail_request(engine, request_id, error)
+
+    def _receive_stats(self, engine: Engine, batch: UndecodedBatch) -> None:
+        engine.stats_message = batch
+        if len(self._engines.alive) < 2 and not self._stats_listeners:
+            return  # nobody needs them decoded
         try:
             stats = batch.decode_stats()
         except DecodeError as error:
             # They are for information only: not worth an engine and its requests.
-            if index not in self._garblers:
-                self._garblers.add(index)
+            if not engine.has_bad_stats:
+                engine.has_bad_stats = True
                 _log.warning("%s", error)
             return
         if stats is not None:
-            self._balancer.report(index, stats.num_running_reqs, stats.num_waiting_reqs)
-            if self.stats_listener is not None:
-                self.stats_listener(index, stats)
+            engine.receive_stats(stats)
+            for listener in list(self._stats_listeners.values()):
+                listener(engine.index, stats)
 
-    def scheduler_stats(self) -> dict[int, SchedulerStats]:
-        """The newest statistics of each engine that sent any; `DecodeError` if they are garbled."""
-        stats = {index: batch.decode_stats() for index, batch in sorted(self._stats.items())}
-        return {index: value for index, value in stats.items() if value is not None}
+    def _receive_sentinel(self, sender: int | None) -> None:
+        if sender is None:
+            self._drop("ENGINE_CORE_DEAD from a connection that is not known to be an engine's")
+        else:
+            self._mark_dead(self._engines.by_index[sender], REPORTED_DEATH)
 
-    def forget(self, engine_index: int) -> None:
-        """This engine's statistics are of no interest any more."""
-        self._stats.pop(engine_index, None)
+    def _receive_undecodable(self, sender: int | None, error: DecodeError) -> None:
+        if sender is None:
+            self._drop("a message from a connection that is not known to be an engine's", error)
+        else:
+            engine = self._engines.by_index[sender]
+            self._mark_dead(engine, f"{UNREADABLE}: {error}", error)
 
+    def _drop(self, what: str, cause: object = "") -> None:
+        self._dropped[what] += 1
+        if self._dropped[what] == 1:
+            _log.warning("dropped %s%s", what, f": {cause}" if cause else "")
 
-BATCH = 64
-"""Messages received at once."""
+    # Waves --------------------------------------------------------------------------------------
 
-SLICE = 0.002
-"""Seconds of handing out outputs between two checkpoints; a message of 1,000 takes about 1 ms."""
+    def receive_notice(self, frames: Frames, connection: int | None) -> None:
+        """A message to the coordinator, which we are."""
+        assert isinstance(self._waves, WaveLeader)
+        try:
+            self._coordination_sends += self._waves.receive_notice(frames, connection)
+        except DecodeError as error:
+            self._receive_undecodable(error.engine_index, error)
 
+    def receive_subscription(self, frames: Frames, _: int | None = None) -> None:
+        """A new connection to the broadcasts of the coordinator, which we are."""
+        assert isinstance(self._waves, WaveLeader)
+        self._coordination_sends += self._waves.receive_subscription(frames)
 
-class OutputPump:
-    """Gives the outputs of all engines to the dispatcher."""
+    def receive_publication(self, frames: Frames, _: int | None = None) -> None:
+        """A message from the coordinator."""
+        assert isinstance(self._waves, WaveFollower)
+        try:
+            self._waves.receive_publication(frames)
+        except DecodeError as error:
+            self.fail(error)
 
-    def __init__(self, links: EngineChannels, dispatcher: Dispatcher, outbox: Outbox) -> None:
-        """While it is behind with that, ``outbox`` is held."""
-        self._outputs = links.outputs
-        self._is_alone = len(links.ready_responses) == 1
-        self._dispatcher = dispatcher
-        self._outbox = outbox
+    # Ends ---------------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """Task: hand out what comes, for ever."""
-        while True:
-            batch = await self._receive()
-            end = perf_counter() + SLICE
-            for frames, descriptor in batch:
-                if perf_counter() > end:
-                    await trio.lowlevel.checkpoint()
-                    end = perf_counter() + SLICE
-                self._dispatcher.take(frames, descriptor)
-            if len(batch) == BATCH and self._outputs.has_more():
-                self._outbox.hold()
-            else:
-                self._outbox.release()
+    def disconnected(
+        self, now: float, *, engine_index: int | None = None, connection: int | None = None
+    ) -> None:
+        """A connection broke: this engine's, to the input socket, or the one of this number.
 
-    async def _receive(self) -> Sequence[tuple[Frames, int | None]]:
-        """Messages, and the connections that they came by where there are several."""
-        if self._is_alone:  # then the sender is known, and asking costs half a microsecond
-            return [(frames, None) for frames in await self._outputs.receive_batch(BATCH)]
-        return await self._outputs.receive_batch_with_descriptors(BATCH)
+        Connections that are not known to be an engine's are nobody's loss.
+        """
+        if engine_index is None:
+            engine_index = self._connections.engine_of(connection)
+        if engine_index is None and isinstance(self._waves, WaveLeader):
+            engine_index = self._waves.engine_of(connection)
+        if engine_index is not None:
+            self._disconnect(self._engines.by_index[engine_index], now)
+
+    def _disconnect(self, engine: Engine, now: float, cause: Exception | None = None) -> None:
+        self._engines.disconnect(engine, now, cause)
+        for message in engine.take_messages():
+            self._move(message)
+
+    @property
+    def next_deadline(self) -> float:
+        """When `tick` should be called next; may be infinity."""
+        return self._engines.next_deadline
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        for engine, cause in self._engines.expired(now):
+            self._mark_dead(engine, CONNECTION_LOST, cause)
+
+    def _mark_dead(self, engine: Engine, reason: str, cause: Exception | None = None) -> None:
+        """Give an engine up, unless it is dead already, and all that is waited for from it."""
+        if engine.state is EngineState.DEAD:
+            return
+        error = self._engines.mark_dead(engine, reason, cause)
+        _log.error("%s", error)
+        engine.stats_message = None
+        for request_id in list(engine.requests):
+            self._fail_request(engine, request_id, error)
+        self._utility_calls.fail_engine(engine.index, error)
+        is_last = len(self._engines.dead) == len(self._engines.by_index)
+        if is_last or self.info.data_parallel_size > 1:  # in lockstep, none goes on alone
+            self.fail(error)
+
+    def fail(self, error: EngineCoreError) -> None:
+        """Serve no request any more, and end those in flight; the first reason is kept."""
+        if self.failure is not None:
+            return
+        self.failure = error
+        for engine in self._engines.by_index.values():
+            for request_id in list(engine.requests):
+                self._fail_request(engine, request_id, error)
+        self._utility_calls.fail_all(error)

@@ -1,52 +1,303 @@
-"""What all engines together told of themselves when they registered."""
+"""`Engine`: all that is known of one engine; `EngineTable`: detects dead ones; which gets a request."""
 
 from __future__ import annotations
 
-import logging
+import enum
 import math
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from functools import partial
-from typing import Any
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import attrs
-import trio
 
 from trio_vllm.client.input_processing import RequestLimits
-from trio_vllm.errors import (
-    DecodeError,
-    EngineCoreError,
-    EngineDeadError,
-    InvalidDataParallelRankError,
+from trio_vllm.client.requests import Sink
+from trio_vllm.errors import EngineDeadError
+from trio_vllm.protocol import (
+    Buffer,
+    EngineCoreReadyResponse,
+    EngineId,
+    KvEventsConfig,
+    SchedulerStats,
+    UndecodedBatch,
+    encode_abort,
 )
-from trio_vllm.protocol import EngineCoreReadyResponse, KvEventsConfig
-
-# MERGED protocol/_routing: Which engine gets a request: the pinned one, else the least loaded.
-#
-# The load of an engine is what this client has in flight there. Once the engine has reported
-# statistics, it is what the engine said it had plus what was admitted since, if that is more: other
-# clients may use it too. Ties go to the lowest index. Mirrors
-# ``engine-core-client/src/client/state.rs``.
-# MERGED client/_lives: Which engines are alive, and how one is found to be dead.
-#
-# Theory of operation. An engine goes in one of three ways.
-#
-# * Its connection is lost. It is sent nothing from then on, but what it sent before, over another
-#   connection, may still be on its way: its requests fail `LOSS_GRACE` seconds later.
-# * It sends ENGINE_CORE_DEAD, without saying who it is. If something else has come by the same
-#   connection before, that told it. Otherwise, if a connection has broken in the last `LATE_FAREWELL`
-#   seconds, it was that engine; else the only living engine is dead at once, and of several it is the
-#   one whose connection breaks next. If none does within `FAREWELL_GRACE` seconds, an engine that
-#   serves nobody cannot be told from the others, so none can be relied on.
-# * It sends what cannot be read. What it says next cannot be trusted, so it is dead at once. Who it is
-#   is known from the connection, or else from the message, if that much of it can be read.
-#
-# The first reason is kept. Engines in lockstep go together.
 
 
-@attrs.frozen
+class EngineState(enum.Enum):
+    """How far an engine is from its end."""
+
+    ALIVE = enum.auto()
+    """It takes requests."""
+    DISCONNECTED = enum.auto()
+    """A connection of it broke. It is sent no more requests; its outputs still count."""
+    DEAD = enum.auto()
+    """It is given up, and its requests have failed."""
+
+
+@attrs.define(eq=False)
+class EngineMessage:
+    """A message to one engine, without the engine id that leads it on the wire."""
+
+    engine: Engine
+    frames: Sequence[Buffer]
+    movable: Sink | None = None
+    """Whose request this is, if another engine may have it as well should this one be gone."""
+
+
+@attrs.define(eq=False)
+class Engine:
+    """One engine core: its state, its requests, its load, and what it is to be sent."""
+
+    index: int
+    ready_response: EngineCoreReadyResponse
+    """What it told of itself when it registered."""
+    engine_id: EngineId = attrs.field(init=False)
+    """The first frame of messages to it."""
+    state: EngineState = EngineState.ALIVE
+    error: EngineDeadError | None = None
+    """Why it is dead; the first reason is kept."""
+    requests: dict[str, Sink] = attrs.field(factory=dict)
+    """Those in flight there, oldest first."""
+    added_since_stats: set[str] = attrs.field(factory=set)
+    """The ids of those that its newest statistics cannot have counted."""
+    stats: SchedulerStats | None = None
+    """Its newest statistics; None unless a choice between engines, or a listener, needed them."""
+    stats_message: UndecodedBatch | None = None
+    """The message that its newest statistics came with."""
+    has_bad_stats: bool = False
+    """Whether statistics came that cannot be read."""
+    messages: list[EngineMessage] = attrs.field(factory=list)
+    """What it is to be sent, in this order."""
+    aborts: dict[str, None] = attrs.field(factory=dict)
+    """Ids of requests that it is to be told are over; they come after ``messages``."""
+
+    @engine_id.default
+    def _id_of_index(self) -> EngineId:
+        return EngineId.of(self.index)
+
+    # Requests -----------------------------------------------------------------------------------
+
+    def add(self, sink: Sink) -> None:
+        """Count a request of this engine's."""
+        sink.engine_index = self.index
+        self.requests[sink.request_id] = sink
+        self.added_since_stats.add(sink.request_id)
+
+    def remove(self, request_id: str) -> Sink:
+        """Forget a request that is over, or another engine's now; gives its sink."""
+        self.added_since_stats.discard(request_id)
+        return self.requests.pop(request_id)
+
+    def receive_stats(self, stats: SchedulerStats) -> None:
+        """Take in newer statistics. They count whatever was added before they came."""
+        self.stats = stats
+        self.added_since_stats.clear()
+
+    # Messages -----------------------------------------------------------------------------------
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether it is to be sent anything."""
+        return bool(self.messages or self.aborts)
+
+    def send(self, frames: Sequence[Buffer], movable: Sink | None = None) -> None:
+        """Put a message in line."""
+        self.messages.append(EngineMessage(self, frames, movable))
+
+    def send_aborts(self) -> None:
+        """Put the pending aborts in line as one message: what comes next must come after them."""
+        if self.aborts:
+            self.send(encode_abort(list(self.aborts)))
+            self.aborts.clear()
+
+    def take_messages(self) -> list[EngineMessage]:
+        """Give the messages in line, and forget them."""
+        messages, self.messages = self.messages, []
+        return messages
+
+
+# Life and death -------------------------------------------------------------------------------------
+
+DISCONNECT_GRACE = 0.2
+"""Seconds from the break of a connection to the engine's death. On one host, what it had sent before
+over another connection arrives within milliseconds."""
+
+CONNECTION_LOST = "its connection was lost"
+REPORTED_DEATH = "it reported ENGINE_CORE_DEAD"
+UNREADABLE = "it sent a message that cannot be read"
+
+
+class EngineTable:
+    """The engines by index; detects dead ones.
+
+    Theory of operation. An engine ends in one of three ways:
+
+    * One of its connections breaks, or turns out to be broken when a message is sent: `disconnect`.
+      It is sent nothing from then on. What it sent before, over another connection, may still be on
+      its way, so it has a deadline, and is dead when that has passed: `expired`.
+    * It sends ENGINE_CORE_DEAD: `mark_dead`, at once.
+    * It sends a message that cannot be read: `mark_dead`, at once. The message may have had a part
+      of any request, so no later output of this engine can be trusted to continue one.
+
+    Whichever comes first is the reason that is kept.
+    """
+
+    def __init__(self, ready_responses: Mapping[int, EngineCoreReadyResponse]) -> None:
+        self.by_index = {i: Engine(i, response) for i, response in sorted(ready_responses.items())}
+        """All engines of the startup, in index order."""
+        self.alive = list(self.by_index.values())
+        """Those that take requests, in index order."""
+        self.dead: list[Engine] = []
+        """Those that are dead, in the order of their deaths."""
+        self._deadlines: dict[Engine, tuple[float, Exception | None]] = {}  # and why disconnected
+
+    @property
+    def next_deadline(self) -> float:
+        """When the next disconnected engine will be dead; infinity if there is none."""
+        return min((deadline for deadline, _ in self._deadlines.values()), default=math.inf)
+
+    def having(self, request_id: str) -> Engine | None:
+        """The engine that has a request, if it is in flight."""
+        for engine in self.by_index.values():
+            if request_id in engine.requests:
+                return engine
+        return None
+
+    def disconnect(self, engine: Engine, now: float, cause: Exception | None = None) -> None:
+        """Note that a connection of an engine broke, unless it is disconnected or dead already."""
+        if engine.state is EngineState.ALIVE:
+            engine.state = EngineState.DISCONNECTED
+            self.alive.remove(engine)
+            self._deadlines[engine] = (now + DISCONNECT_GRACE, cause)
+
+    def expired(self, now: float) -> list[tuple[Engine, Exception | None]]:
+        """The disconnected engines whose deadline has passed, and why they were disconnected."""
+        return [
+            (engine, cause)
+            for engine, (deadline, cause) in self._deadlines.items()
+            if deadline <= now
+        ]
+
+    def mark_dead(self, engine: Engine, reason: str, cause: Exception | None) -> EngineDeadError:
+        """Note that an engine, which was not dead yet, is dead."""
+        error = EngineDeadError(engine.index, reason)
+        error.__cause__ = cause
+        if engine.state is EngineState.ALIVE:
+            self.alive.remove(engine)
+        self._deadlines.pop(engine, None)
+        engine.state, engine.error = EngineState.DEAD, error
+        self.dead.append(engine)
+        return error
+
+
+class EngineConnections:
+    """Which engine is at the other end of each connection of a bound socket.
+
+    Anybody can connect to such a socket, so a message counts only if it came from an engine. A
+    connection becomes an engine's with its first well-formed message that names the engine, which
+    has no other connection to this socket; it stays the engine's for good, since an engine whose
+    connection breaks is lost.
+
+    A transport that does not tell connections apart gives None for each: then a message is taken
+    for the engine's that it names.
+    """
+
+    def __init__(self, engine_indices: Iterable[int]) -> None:
+        self._connection_of: dict[int, int | None] = dict.fromkeys(engine_indices)
+        self._engine_of: dict[int | None, int] = {}
+
+    def engine_of(self, connection: int | None) -> int | None:
+        """The index of the engine that a connection is known to belong to."""
+        return self._engine_of.get(connection)
+
+    def claim(self, connection: int | None, engine_index: int) -> bool:
+        """Whether a well-formed message that names this engine, and came so, is the engine's."""
+        known = self._engine_of.get(connection)
+        if known is not None or engine_index not in self._connection_of:
+            return known == engine_index
+        if connection is None:
+            return True
+        if self._connection_of[engine_index] is not None:
+            return False
+        self._connection_of[engine_index] = connection
+        self._engine_of[connection] = engine_index
+        return True
+
+
+# Load balancing -------------------------------------------------------------------------------------
+
+
+class LoadBalancer(Protocol):
+    """A rule that says which engine gets a request that may go to any."""
+
+    def choose(self, engines: Sequence[Engine]) -> Engine:
+        """Choose one of several engines, which are all alive and in index order."""
+        ...
+
+
+class LeastLoaded:
+    """The rule of upstream's Rust frontend: the engine that has the fewest requests.
+
+    These are the ones that this client has in flight there; or, if they are more, those that the
+    engine has reported, which may be other clients' too, and what it was sent since. Ties go to the
+    lowest index. Mirrors ``engine-core-client/src/client/state.rs``, except that a request which the
+    engine has never reported and which is over counts no more.
+    """
+
+    def choose(self, engines: Sequence[Engine]) -> Engine:
+        """Choose the engine with the fewest requests."""
+        return min(engines, key=_load)
+
+
+def _load(engine: Engine) -> int:
+    in_flight, stats = len(engine.requests), engine.stats
+    if stats is None:
+        return in_flight
+    reported = stats.num_running_reqs + stats.num_waiting_reqs
+    return max(in_flight, reported + len(engine.added_since_stats))
+
+
+class LeastWaiting:
+    """The rule of upstream's Python frontend: few requests, few of them waiting, and ties in turn.
+
+    Waiting requests weigh up to four times as much on an engine whose KV cache fills up, since its
+    queue will be slow. Mirrors ``DPLBAsyncMPClient.get_core_engine_for_request`` in
+    ``vllm/v1/engine/core_client.py``.
+    """
+
+    def __init__(self, *, client_index: int = 0, client_count: int = 1) -> None:
+        """``client_count`` clients share the engines; each begins with another one."""
+        self._client_index = client_index
+        self._client_count = client_count
+        self._turn = 0
+
+    def choose(self, engines: Sequence[Engine]) -> Engine:
+        """Choose the engine with the least score; of equal ones, one after the other."""
+        count = len(engines)
+        first = count * self._client_index // self._client_count + self._turn
+        self._turn += 1
+        in_turn = (engines[(first + number) % count] for number in range(count))
+        return min(in_turn, key=self._score)
+
+    def _score(self, engine: Engine) -> float:
+        running = waiting = usage = 0.0
+        if (stats := engine.stats) is not None:
+            running, waiting, usage = (
+                stats.num_running_reqs,
+                stats.num_waiting_reqs + self._client_count * len(engine.added_since_stats),
+                stats.kv_cache_usage,
+            )
+        load = max(self._client_count * len(engine.requests), running + waiting)
+        return load + waiting * 6 * max(0.0, usage - 0.5)
+
+
+# What they told of themselves -----------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
 class EngineInfo:
-    """The ready responses by engine index, and what follows from them for the whole.
+    """What all engines together told of themselves when they registered.
 
     Which figure is the least, the sum or the first is upstream's choice: see
     ``MPClient._apply_ready_response`` in ``vllm/v1/engine/core_client.py`` and
@@ -54,307 +305,97 @@ class EngineInfo:
     """
 
     ready_responses: Mapping[int, EngineCoreReadyResponse]
-    max_model_len: int = attrs.field(init=False)
+    """What each told, by engine index."""
+    max_model_len: int
     """Prompt and output tokens that fit every engine."""
+    model_dtype: str
+    """The model's number type, such as ``bfloat16``."""
+    vllm_version: str
+    """The version that the first engine reports."""
+    block_size: int
+    """Tokens per KV-cache block."""
+    num_gpu_blocks: int
+    """KV-cache blocks of all engines together."""
+    world_size: int
+    """Accelerators of one engine."""
+    data_parallel_size: int
+    """Engines that run in lockstep; 1 if each runs for itself."""
+    max_num_seqs: int
+    """Requests that all engines together run at once."""
+    supports_lora: bool
+    """Whether every engine takes adapters."""
+    max_loras: int
+    """Adapters that fit into one batch of every engine."""
+    enable_sleep_mode: bool
+    """Whether every engine can give its memory back."""
+    supports_draft_weight_updates: bool
+    """Whether every engine takes new weights for its draft model."""
+    kv_cache_size_tokens: int | None
+    """Tokens that the KV cache of one engine holds, if an engine says."""
+    kv_cache_max_concurrency: float | None
+    """Requests of full length that the KV cache of one engine holds, if an engine says."""
+    kv_events_config: KvEventsConfig | None
+    """Where KV-cache events are published, if they are."""
+    weight_transfer_backend: str | None
+    """How new weights reach the engines, if they can."""
+    effective_attention_block_size: int | None
+    """The block size of attention, if all engines agree."""
 
-    @max_model_len.default
-    def _least_max_model_len(self) -> int:
-        return min(response.max_model_len for response in self._all)
+    @classmethod
+    def of(cls, ready_responses: Mapping[int, EngineCoreReadyResponse]) -> EngineInfo:
+        """What follows from the ready responses, by engine index, for the whole."""
+        every = list(ready_responses.values())
+        attention_sizes = {response.effective_attention_block_size for response in every}
+        return cls(
+            ready_responses=ready_responses,
+            max_model_len=min(response.max_model_len for response in every),
+            model_dtype=every[0].dtype,
+            vllm_version=every[0].vllm_version,
+            block_size=every[0].block_size,
+            num_gpu_blocks=sum(response.num_gpu_blocks for response in every),
+            world_size=every[0].world_size,
+            data_parallel_size=every[0].data_parallel_size,
+            max_num_seqs=sum(response.max_num_seqs for response in every),
+            supports_lora=all(response.supports_lora for response in every),
+            max_loras=min(response.max_loras for response in every),
+            enable_sleep_mode=all(response.enable_sleep_mode for response in every),
+            supports_draft_weight_updates=all(
+                response.supports_draft_weight_updates for response in every
+            ),
+            kv_cache_size_tokens=_first_told(every, "kv_cache_size_tokens"),
+            kv_cache_max_concurrency=_first_told(every, "kv_cache_max_concurrency"),
+            kv_events_config=_first_told(every, "kv_events_config"),
+            weight_transfer_backend=_first_told(every, "weight_transfer_backend"),
+            effective_attention_block_size=(
+                attention_sizes.pop() if len(attention_sizes) == 1 else None
+            ),
+        )
 
-    @property
-    def _all(self) -> list[EngineCoreReadyResponse]:
-        return list(self.ready_responses.values())
-
-    def _first(self, name: str) -> Any:
-        """The first value that is not None."""
-        values = (getattr(response, name) for response in self._all)
-        return next((value for value in values if value is not None), None)
-
-    @property
-    def model_dtype(self) -> str:
-        """The model's number type, such as ``bfloat16``."""
-        return self._all[0].dtype
-
-    @property
-    def vllm_version(self) -> str:
-        """The version that the first engine reports."""
-        return self._all[0].vllm_version
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per KV-cache block."""
-        return self._all[0].block_size
-
-    @property
-    def num_gpu_blocks(self) -> int:
-        """KV-cache blocks of all engines together."""
-        return sum(response.num_gpu_blocks for response in self._all)
-
-    @property
-    def world_size(self) -> int:
-        """Accelerators of one engine."""
-        return self._all[0].world_size
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Engines that run in lockstep; 1 if each runs for itself."""
-        return self._all[0].data_parallel_size
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Requests that all engines together run at once."""
-        return sum(response.max_num_seqs for response in self._all)
-
-    @property
-    def supports_lora(self) -> bool:
-        """Whether every engine takes adapters."""
-        return all(response.supports_lora for response in self._all)
-
-    @property
-    def max_loras(self) -> int:
-        """Adapters that fit into one batch of every engine."""
-        return min(response.max_loras for response in self._all)
-
-    @property
-    def enable_sleep_mode(self) -> bool:
-        """Whether every engine can give its memory back."""
-        return all(response.enable_sleep_mode for response in self._all)
-
-    @property
-    def supports_draft_weight_updates(self) -> bool:
-        """Whether every engine takes new weights for its draft model."""
-        return all(response.supports_draft_weight_updates for response in self._all)
-
-    @property
-    def kv_cache_size_tokens(self) -> int | None:
-        """Tokens that the KV cache of one engine holds, if an engine says."""
-        return self._first("kv_cache_size_tokens")  # type: ignore[no-any-return]
-
-    @property
-    def kv_cache_max_concurrency(self) -> float | None:
-        """Requests of full length that the KV cache of one engine holds, if an engine says."""
-        return self._first("kv_cache_max_concurrency")  # type: ignore[no-any-return]
-
-    @property
-    def kv_events_config(self) -> KvEventsConfig | None:
-        """Where KV-cache events are published, if they are."""
-        return self._first("kv_events_config")  # type: ignore[no-any-return]
-
-    @property
-    def weight_transfer_backend(self) -> str | None:
-        """How new weights reach the engines, if they can."""
-        return self._first("weight_transfer_backend")  # type: ignore[no-any-return]
-
-    @property
-    def effective_attention_block_size(self) -> int | None:
-        """The block size of attention, if all engines agree."""
-        sizes = {response.effective_attention_block_size for response in self._all}
-        return sizes.pop() if len(sizes) == 1 else None
+    def is_older_than(self, release: tuple[int, int]) -> bool:
+        """Whether an engine is known to lack what came with a release of vLLM."""
+        responses = self.ready_responses.values()
+        oldest = oldest_release([response.vllm_version for response in responses])
+        return oldest is not None and oldest < release
 
     def limits(self, *, vocab_size: int | None) -> RequestLimits:
         """What a request must keep to."""
-        return RequestLimits.of(self._all, vocab_size=vocab_size)
+        return RequestLimits.of(self.ready_responses.values(), vocab_size=vocab_size)
 
 
-@attrs.define
-class _Load:
-    in_flight: int = 0
-    reported: int | None = None
-    """What the engine has, running or waiting, as it said last."""
-    admitted_since_report: int = 0
+def oldest_release(versions: Collection[str]) -> tuple[int, int] | None:
+    """Major and minor number of the oldest of some versions of vLLM; None if one is no release.
 
-    @property
-    def score(self) -> int:
-        if self.reported is None:
-            return self.in_flight
-        return max(self.in_flight, self.reported + self.admitted_since_report)
-
-
-class Balancer:
-    """Counts what each engine has to do and chooses one."""
-
-    def __init__(self, engine_indices: Iterable[int]) -> None:
-        self._loads = {index: _Load() for index in sorted(engine_indices)}
-
-    @property
-    def engine_indices(self) -> list[int]:
-        """The engines that can be chosen."""
-        return list(self._loads)
-
-    def choose(self, request_id: str, data_parallel_rank: int | None) -> int:
-        """The engine for a request; there must be one. Nothing is counted yet.
-
-        Raises `InvalidDataParallelRankError` if the pinned engine is not there.
-        """
-        loads = self._loads
-        if data_parallel_rank is None:
-            if len(loads) == 1:
-                return next(iter(loads))
-            return min(loads, key=lambda engine_index: loads[engine_index].score)
-        if data_parallel_rank not in loads:
-            raise InvalidDataParallelRankError(request_id, data_parallel_rank, self.engine_indices)
-        return data_parallel_rank
-
-    def admit(self, engine_index: int) -> None:
-        """Count a request that is sent to this engine."""
-        load = self._loads[engine_index]
-        load.in_flight += 1
-        load.admitted_since_report += 1
-
-    def release(self, engine_index: int) -> None:
-        """Count a request that this engine is done with; unknown engines are ignored."""
-        if load := self._loads.get(engine_index):
-            load.in_flight -= 1
-
-    def report(self, engine_index: int, running: int, waiting: int) -> None:
-        """Take in what an engine says of itself; unknown engines are ignored."""
-        if load := self._loads.get(engine_index):
-            load.reported = running + waiting
-            load.admitted_since_report = 0
-
-    def in_flight(self, engine_index: int) -> int:
-        """How many requests of this client the engine has."""
-        return self._loads[engine_index].in_flight
-
-    def remove(self, engine_index: int) -> None:
-        """Choose this engine no more."""
-        self._loads.pop(engine_index, None)
+    A development build may have, or lack, what the release of its number has.
+    """
+    releases = []
+    for version in versions:
+        found = re.fullmatch(r"(\d+)\.(\d+)(?:\.\d+)*(?:\.post\d+)?(?:\+.*)?", version)
+        if found is None:
+            return None
+        releases.append((int(found[1]), int(found[2])))
+    return min(releases)
 
 
-_log = logging.getLogger("trio_vllm.client")
-
-LOSS_GRACE = 0.2
-"""Seconds; on one host, outputs under way arrive within milliseconds."""
-
-FAREWELL_GRACE = 10.0
-"""Seconds; after its farewell an engine takes 5 s at most to end (``_send_engine_dead`` upstream)."""
-
-LATE_FAREWELL = 2.0
-"""Seconds that what an engine sent may lie unread when the client is behind."""
-
-CONNECTION_LOST = "its connection was lost"
-REPORTED_DEATH = "it reported ENGINE_CORE_DEAD"
-UNREADABLE = "it sent a message that cannot be read"
-
-
-class EngineLives:
-    """Knows the living and the dead, and calls back when one goes."""
-
-    def __init__(
-        self,
-        engine_indices: Iterable[int],
-        *,
-        is_lockstep: bool,
-        on_loss: Callable[[int], None],
-        on_death: Callable[[int, EngineDeadError], None],
-        on_failure: Callable[[EngineCoreError], None],
-    ) -> None:
-        """
-        Args:
-          engine_indices: All of them; they are alive.
-          is_lockstep: None can go on without the others.
-          on_loss: An engine can be sent nothing any more.
-          on_death: An engine is dead; a loss may have come before.
-          on_failure: No engine can be relied on any more.
-        """
-        self.living = sorted(engine_indices)
-        """Those that are not dead, lost or not."""
-        self.dead: dict[int, EngineDeadError] = {}
-        self._is_lockstep = is_lockstep
-        self._on_loss = on_loss
-        self._on_death = on_death
-        self._on_failure = on_failure
-        self._lost: dict[int, Exception | None] = {}  # and the cause, if it is known
-        self._silent: list[int] = []  # lost a moment ago, without a farewell
-        # Each is set when it is known who sent the farewell.
-        self._farewells: deque[trio.Event] = deque()
-        # Unbounded: holds one item per loss and farewell, of which each engine has one that counts.
-        self._start, self._started = trio.open_memory_channel[Callable[[], Awaitable[None]]](
-            math.inf
-        )
-
-    async def watch(self, losses: trio.abc.ReceiveChannel[int]) -> None:
-        """Task: take the lost connections, and keep the times of grace; for ever."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._take_losses, losses)
-            async for waiting in self._started:
-                nursery.start_soon(waiting)
-
-    async def _take_losses(self, losses: trio.abc.ReceiveChannel[int]) -> None:
-        async for engine_index in losses:
-            self.lose(engine_index)
-
-    def lose(self, engine_index: int, cause: Exception | None = None) -> None:
-        """An engine's connection is gone."""
-        if engine_index in self._lost:
-            return
-        self._lost[engine_index] = cause
-        if engine_index in self.living:
-            self._on_loss(engine_index)
-        self._start.send_nowait(partial(self._bury_lost, engine_index))
-
-    async def _bury_lost(self, engine_index: int) -> None:
-        await trio.sleep(LOSS_GRACE)
-        if engine_index in self.dead:
-            return  # this is no news, and tells nothing of other engines' farewells
-        if self._farewells:
-            self._farewells.popleft().set()
-            self.die(engine_index, REPORTED_DEATH)
-        else:
-            self.die(engine_index, CONNECTION_LOST, self._lost[engine_index])
-            self._silent.append(engine_index)
-            await trio.sleep(LATE_FAREWELL)
-            if engine_index in self._silent:
-                self._silent.remove(engine_index)
-
-    def take_farewell(self, sender: int | None) -> None:
-        """An engine sent ENGINE_CORE_DEAD; None if it is not known which."""
-        if sender in self.dead:
-            if sender in self._silent:
-                self._silent.remove(sender)
-        elif sender in self.living:
-            self.die(sender, REPORTED_DEATH)
-        elif self._is_lockstep and len(self.living) > 1:
-            self._on_failure(EngineDeadError(None, REPORTED_DEATH))
-        elif self._silent:
-            del self._silent[0]
-        elif len(self.living) == 1:
-            self.die(self.living[0], REPORTED_DEATH)
-        elif len(self._farewells) < len(self.living):
-            known = trio.Event()
-            self._farewells.append(known)
-            self._start.send_nowait(partial(self._await_sender, known))
-
-    async def _await_sender(self, known: trio.Event) -> None:
-        with trio.move_on_after(FAREWELL_GRACE):
-            await known.wait()
-        if not known.is_set():
-            self._on_failure(EngineDeadError(None, REPORTED_DEATH))
-
-    def take_unreadable(self, error: DecodeError, sender: int | None) -> None:
-        """An engine sent a message that cannot be read; None if it is not known which."""
-        if sender is None:
-            sender = error.engine_index
-        if sender in self.dead:
-            return
-        reason = f"{UNREADABLE}: {error}"
-        if sender in self.living:
-            self.die(sender, reason, error)
-        elif len(self.living) == 1:
-            self.die(self.living[0], reason, error)
-        else:
-            # Whose outputs are incomplete now is not known.
-            self._on_failure(error)
-
-    def die(self, engine_index: int, reason: str, cause: Exception | None = None) -> None:
-        """An engine is dead."""
-        if engine_index not in self.living:
-            return
-        error = EngineDeadError(engine_index, reason)
-        error.__cause__ = cause
-        _log.error("%s", error)
-        self.living.remove(engine_index)
-        self.dead[engine_index] = error
-        self._on_death(engine_index, error)
-        if not self.living or self._is_lockstep:
-            self._on_failure(error)
+def _first_told(responses: Iterable[EngineCoreReadyResponse], name: str) -> Any:
+    values = (getattr(response, name) for response in responses)
+    return next((value for value in values if value is not None), None)

@@ -11,9 +11,9 @@ class UnsupportedValue(CodecError):  # noqa: N818 (never leaves the checks)
 
 def invalid(field: str, reason: str) -> CodecError:
     """The error for a value that no engine takes; ``field`` may be empty for the whole."""
-    return CodecError(reason).within(f".{field}" if field else "")
+    return CodecError(reason).add_path(f".{field}" if field else "")
 
 
 def unsupported(field: str, reason: str) -> CodecError:
     """The error for a value that another engine would take."""
-    return UnsupportedValue(reason).within(f".{field}")
+    return UnsupportedValue(reason).add_path(f".{field}")

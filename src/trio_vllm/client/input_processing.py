@@ -441,7 +441,7 @@ def _check_features(features: list[MultiModalFeatureSpec], prompt_length: int) -
         try:
             _check_position(feature.mm_position, prompt_length, earlier)
         except CodecError as error:
-            raise error.within(f".mm_features[{index}].mm_position") from None
+            raise error.add_path(f".mm_features[{index}].mm_position") from None
         earlier = feature.mm_position.offset
 
 
@@ -480,7 +480,7 @@ def _check_engine(request: EngineCoreRequest, limits: RequestLimits) -> None:
         try:
             _check_pooling(request.pooling_params, limits)
         except CodecError as error:
-            raise error.within(".pooling_params") from None
+            raise error.add_path(".pooling_params") from None
     elif limits.supported_tasks is not None and not _GENERATION_TASKS & {*limits.supported_tasks}:
         raise unsupported("sampling_params", "is set, but the model only pools")
 
@@ -598,7 +598,7 @@ def _check_sampling(params: EngineCoreSamplingParams, length: int, limits: Reque
         if limits.vocab_size is not None:
             _check_vocabulary(params, limits.vocab_size)
     except CodecError as error:
-        raise error.within(".sampling_params") from None
+        raise error.add_path(".sampling_params") from None
 
 
 def _check_logprobs_count(logprobs: int, count: int) -> None:
@@ -635,7 +635,7 @@ def _check_structured_outputs(params: StructuredOutputsParams, limits: RequestLi
     try:
         structured_outputs.check(params, limits.structured_outputs_backend)
     except CodecError as error:
-        raise error.within(".structured_outputs") from None
+        raise error.add_path(".structured_outputs") from None
 
 
 _NOT_WITH_TRACE = (

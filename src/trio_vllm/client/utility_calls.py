@@ -1,4 +1,4 @@
-"""Utility calls: what is not sent, what must come back, and how the answers become one.
+"""Utility calls: which are refused, what results must be, and the table of the calls under way.
 
 What a method takes and gives is defined by ``EngineCore`` and ``EngineCoreProc`` in upstream's
 ``vllm/v1/engine/core.py``.
@@ -7,29 +7,28 @@ What a method takes and gives is defined by ``EngineCore`` and ``EngineCoreProc`
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import attrs
-import trio
 
 from trio_vllm.errors import (
     EngineCoreError,
+    EngineDeadError,
     InconsistentUtilityResultsError,
     UtilityCallFailedError,
     UtilityRefusedError,
     UtilityResultError,
     copy_error,
 )
-from trio_vllm.protocol import UtilityCallOutput
-
-# MERGED client/_utility_calls: The utility calls under way: who has been asked, who has answered.
-
+from trio_vllm.protocol import UtilityOutput
 
 T = TypeVar("T")
 
-MACHINERY = frozenset(
+UTILITY_TIMEOUT = 300.0
+"""Seconds for a utility call, unless the caller says otherwise; loading an adapter counts."""
+
+ENGINE_INTERNAL_METHODS = frozenset(
     {
         "add_request",
         "preprocess_add_request",
@@ -45,7 +44,7 @@ MACHINERY = frozenset(
 )
 """Methods that an engine calls on itself. It can be told to by name, and does not survive it."""
 
-UNSPEAKABLE = frozenset({"get_kv_cache_spec", "get_model"})
+UNSERIALIZABLE_RESULTS = frozenset({"get_kv_cache_spec", "get_model"})
 """Methods of workers whose results have no MessagePack form: sending one ends the engine's output
 thread, and it goes mute without a word."""
 
@@ -55,12 +54,12 @@ def check_utility_call(method: str, args: Sequence[Any]) -> None:
     given: object = method
     if not isinstance(given, str):
         raise TypeError(f"method must be a string, not {given!r}")
-    if method.startswith("_") or method in MACHINERY:
+    if method.startswith("_") or method in ENGINE_INTERNAL_METHODS:
         raise UtilityRefusedError(method, "it is the engine's own machinery")
     if method == "handle_fault_tolerance":
         # The input thread handles it, unguarded; whether it can is not told to frontends.
         raise UtilityRefusedError(method, "an engine without fault tolerance goes deaf of it")
-    if method == "collective_rpc" and args and args[0] in UNSPEAKABLE:
+    if method == "collective_rpc" and args and args[0] in UNSERIALIZABLE_RESULTS:
         reason = f"the result of {args[0]!r} cannot be sent, the engine would go mute"
         raise UtilityRefusedError(method, reason)
 
@@ -158,21 +157,15 @@ def concatenated(results: Mapping[int, list[T]]) -> list[T]:
     return [item for result in results.values() for item in result]
 
 
-def oldest_release(versions: Collection[str]) -> tuple[int, int] | None:
-    """Major and minor number of the oldest of some versions of vLLM; None if one is no release.
+class Wakeable(Protocol):
+    """What a task sleeps on, such as a `Waker`."""
 
-    A development build may have, or lack, what the release of its number has.
-    """
-    releases = []
-    for version in versions:
-        found = re.fullmatch(r"(\d+)\.(\d+)(?:\.\d+)*(?:\.post\d+)?(?:\+.*)?", version)
-        if found is None:
-            return None
-        releases.append((int(found[1]), int(found[2])))
-    return min(releases)
+    def wake(self) -> None:
+        """Let the task go on."""
+        ...
 
 
-@attrs.define
+@attrs.define(eq=False)
 class UtilityCall:
     """One method, asked of several engines."""
 
@@ -180,36 +173,65 @@ class UtilityCall:
     method: str
     missing: set[int]
     """Engines that have neither answered nor died."""
-    results: dict[int, Any] = attrs.field(factory=dict)
-    failures: dict[int, str] = attrs.field(factory=dict)
-    error: EngineCoreError | None = None
-    """The first reason, of ours, why an engine will not answer."""
-    given_up: EngineCoreError | None = None
+    _waiter: Wakeable
+    results: dict[int, Any] = attrs.field(factory=dict, init=False)
+    failures: dict[int, str] = attrs.field(factory=dict, init=False)
+    _error: EngineCoreError | None = attrs.field(default=None, init=False)
+    """Why an engine gave no result, if not by its own word; the first reason."""
+    _client_error: EngineCoreError | None = attrs.field(default=None, init=False)
     """Why no engine will answer any more."""
-    settled: trio.Event = attrs.field(factory=trio.Event)
-    """Set when no engine is missing any more."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no engine is missing any more."""
+        return not self.missing
 
     def outcome(self) -> dict[int, Any]:
         """The results by engine index, or raises for the failures; once it is settled."""
         if not self.failures:
             return dict(sorted(self.results.items()))
-        if self.given_up is not None:
-            raise copy_error(self.given_up)
-        if self.error is not None and not self.results and len(self.failures) == 1:
-            raise copy_error(self.error)
+        if self._client_error is not None:
+            raise copy_error(self._client_error)
+        if (
+            isinstance(self._error, EngineDeadError)
+            and len(self.failures) == 1
+            and not self.results
+        ):
+            raise copy_error(self._error)
         raise UtilityCallFailedError(
             self.method, self.call_id, dict(sorted(self.failures.items())), sorted(self.results)
-        ) from self.error
+        ) from self._error
 
-    def settle(self, engine_index: int) -> None:
-        """Wait for this engine no longer."""
+    def receive_result(self, engine_index: int, result: Any) -> None:
+        """An engine ran the method."""
+        self.results[engine_index] = result
+        self._settle(engine_index)
+
+    def receive_failure(self, engine_index: int, text: str) -> None:
+        """An engine failed to run the method."""
+        self.failures[engine_index] = text
+        self._settle(engine_index)
+
+    def fail(self, engine_index: int, error: EngineCoreError) -> None:
+        """This engine's answer will not come, or cannot be read."""
+        self._error = self._error or error
+        self.receive_failure(engine_index, str(error))
+
+    def fail_all(self, error: EngineCoreError) -> None:
+        """The client serves no call any more."""
+        if self.missing:
+            self._client_error = error
+        for engine_index in list(self.missing):
+            self.receive_failure(engine_index, str(error))
+
+    def _settle(self, engine_index: int) -> None:
         self.missing.discard(engine_index)
         if not self.missing:
-            self.settled.set()
+            self._waiter.wake()
 
 
-class UtilityCalls:
-    """The table of calls. An answer to a call that is not in it is dropped."""
+class UtilityCallTable:
+    """The calls under way, by id. An answer that none of them waits for is dropped."""
 
     def __init__(self) -> None:
         self._calls: dict[int, UtilityCall] = {}
@@ -218,40 +240,37 @@ class UtilityCalls:
     def __len__(self) -> int:
         return len(self._calls)
 
-    def open(self, method: str, engine_indices: Iterable[int]) -> UtilityCall:
-        """Take a new call in."""
-        call = UtilityCall(next(self._call_ids), method, set(engine_indices))
+    def open(self, method: str, engine_indices: Iterable[int], waiter: Wakeable) -> UtilityCall:
+        """Take in a new call; ``waiter`` is woken when it is settled."""
+        call = UtilityCall(next(self._call_ids), method, set(engine_indices), waiter)
         self._calls[call.call_id] = call
         return call
 
     def close(self, call: UtilityCall) -> None:
-        """Forget a call, answered or not."""
+        """Forget a call, settled or not."""
         self._calls.pop(call.call_id, None)
 
-    def take(self, answer: UtilityCallOutput) -> None:
+    def receive(self, engine_index: int, output: UtilityOutput) -> None:
         """Hand an engine's answer to its call."""
-        output, index = answer.output, answer.engine_index
-        call = self._calls.get(output.call_id)
-        if call is None or index not in call.missing:
+        call = self._awaiting(output.call_id, engine_index)
+        if call is None:
             return
-        if output.failure_message is not None:
-            call.failures[index] = output.failure_message
+        if output.failure_message is None:
+            call.receive_result(engine_index, output.result)
         else:
-            call.results[index] = output.result
-        call.settle(index)
+            call.receive_failure(engine_index, output.failure_message)
+
+    def _awaiting(self, call_id: int, engine_index: int) -> UtilityCall | None:
+        call = self._calls.get(call_id)
+        return call if call is not None and engine_index in call.missing else None
 
     def fail_engine(self, engine_index: int, error: EngineCoreError) -> None:
         """This engine will answer no call any more."""
         for call in self._calls.values():
             if engine_index in call.missing:
-                call.failures[engine_index] = str(error)
-                call.error = call.error or error
-                call.settle(engine_index)
+                call.fail(engine_index, error)
 
     def fail_all(self, error: EngineCoreError) -> None:
         """No engine will answer any call any more."""
         for call in self._calls.values():
-            for engine_index in list(call.missing):
-                call.given_up = error
-                call.failures[engine_index] = str(error)
-                call.settle(engine_index)
+            call.fail_all(error)

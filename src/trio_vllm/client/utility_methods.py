@@ -1,4 +1,8 @@
-"""What all typed utility methods are made of."""
+"""`UtilityMethods`: the methods of an engine core, and of its workers, typed.
+
+Mirrors ``engine-core-client/src/client.rs`` and ``AsyncMPClient`` of
+``vllm/v1/engine/core_client.py``, with the names of the engine's own methods.
+"""
 
 from __future__ import annotations
 
@@ -18,36 +22,50 @@ from trio_vllm.client.utility_calls import (
     KV_CACHE_GROUPS,
     STRING,
     STRINGS,
+    UTILITY_TIMEOUT,
     WORKER_RESULTS,
     KvCacheGroup,
     Result,
     agreed,
     concatenated,
     first,
-    oldest_release,
 )
 from trio_vllm.errors import UtilityCallFailedError, UtilityRefusedError
 from trio_vllm.protocol import LoRARequest
 
-# MERGED client/_weight_methods: Utility methods that concern the weights of the model: their version, transfer and checksums.
-#
-# Mirrors ``vllm/v1/engine/async_llm.py`` (``init_weight_transfer_engine`` and its relatives).
-# MERGED client/_utilities: The utility methods of an engine core, typed.
-#
-# Mirrors ``engine-core-client/src/client.rs`` and ``AsyncMPClient`` of
-# ``vllm/v1/engine/core_client.py``, with the names of the engine's own methods.
-
-
 T = TypeVar("T")
 
-UTILITY_TIMEOUT = 300.0
-"""Seconds for a utility call, unless the caller says otherwise; loading an adapter counts."""
+REFUSING_PAUSE = (0, 33)
+"""The release from which engines have ``pause_generation``, and ``profile`` its fifth argument."""
 
 
-class UtilityCaller(ABC):
-    """Somebody who can run a method of the engine core on all engines."""
+class PauseMode(enum.Enum):
+    """What happens to the requests in flight when engines pause; the values are on the wire."""
 
-    fleet: EngineInfo
+    ABORT = "abort"
+    """They end at once, with `FinishReason.ABORT`."""
+    WAIT = "wait"
+    """They go on, and the pause begins when the last one has ended."""
+    KEEP = "keep"
+    """They stand still until the pause ends."""
+
+
+class UtilityMethods(ABC):
+    """Every method runs on all living engines at once, as engines in lockstep demand.
+
+    What is said of `EngineCoreClient.call_utility` holds for each: it waits for every engine's
+    outcome, ``timeout`` seconds at most; if one fails it raises `UtilityCallFailedError`, which
+    tells which engines did run the method; cancelling stops the waiting, not the engines. A result
+    of a wrong type is a `UtilityResultError`. Where the docstring says nothing else, the result is
+    that of the first engine.
+    """
+
+    _is_profiling = False
+
+    @property
+    @abstractmethod
+    def engine_info(self) -> EngineInfo:
+        """What the engines told of themselves."""
 
     @abstractmethod
     async def call_utility(
@@ -85,7 +103,7 @@ class UtilityCaller(ABC):
           method: Its name.
           args: Its positional arguments.
           kwargs: Its keyword arguments.
-          worker_timeout: Seconds that an engine waits for its workers; None is for ever.
+          worker_timeout: Seconds that an engine waits for its workers; infinity if None.
           timeout: Seconds that we wait for the engines.
 
         Returns:
@@ -95,127 +113,6 @@ class UtilityCaller(ABC):
         return concatenated(
             await self._call("collective_rpc", *rpc_args, result=WORKER_RESULTS, timeout=timeout)
         )
-
-    async def _call(
-        self, method: str, *args: Any, result: Result[T], timeout: float
-    ) -> dict[int, T]:
-        """Run a method; give the checked results by engine index."""
-        return result.check(method, await self.call_utility(method, *args, timeout=timeout))
-
-
-class WeightMethods(UtilityCaller):
-    """Every method runs on all engines, and fails if one of them fails; see `call_utility`.
-
-    New weights come in over a channel between trainer and workers that these calls only steer:
-    `init_weight_transfer_engine` once, then for each version `start_weight_update`,
-    `update_weights` any number of times and `finish_weight_update`.
-    """
-
-    async def get_weight_version(self, *, timeout: float = UTILITY_TIMEOUT) -> str:
-        """The version that outputs are marked with; ``default`` until one is set.
-
-        Raises:
-          InconsistentUtilityResultsError: The engines have different ones.
-        """
-        method = "get_weight_version"
-        return agreed(method, await self._call(method, result=STRING, timeout=timeout))
-
-    async def set_weight_version(self, version: str, *, timeout: float = UTILITY_TIMEOUT) -> None:
-        """Mark outputs with this version from now on."""
-        await self.call_utility("set_weight_version", version, timeout=timeout)
-
-    async def init_weight_transfer_engine(
-        self, init_info: Mapping[str, Any], *, timeout: float = UTILITY_TIMEOUT
-    ) -> None:
-        """Let the workers get ready for new weights; ``init_info`` is the transfer backend's."""
-        await self._on_workers("init_weight_transfer_engine", timeout, init_info=dict(init_info))
-
-    async def start_weight_update(self, *, timeout: float = UTILITY_TIMEOUT) -> None:
-        """Begin to replace the model's weights."""
-        await self._on_workers("start_weight_update", timeout)
-
-    async def start_draft_weight_update(self, *, timeout: float = UTILITY_TIMEOUT) -> None:
-        """Begin to replace the draft model's weights; see ``supports_draft_weight_updates``."""
-        await self._on_workers("start_draft_weight_update", timeout)
-
-    async def update_weights(
-        self,
-        update_info: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-        *,
-        timeout: float = UTILITY_TIMEOUT,
-    ) -> None:
-        """Let the workers receive weights; ``update_info`` is the transfer backend's."""
-        info: Any = (
-            dict(update_info)
-            if isinstance(update_info, Mapping)
-            else [dict(part) for part in update_info]
-        )
-        await self._on_workers("update_weights", timeout, update_info=info)
-
-    async def finish_weight_update(self, *, timeout: float = UTILITY_TIMEOUT) -> None:
-        """Take the new weights into use."""
-        await self._on_workers("finish_weight_update", timeout)
-
-    async def shutdown_weight_transfer_engine(self, *, timeout: float = UTILITY_TIMEOUT) -> None:
-        """Let the workers give up the channel of new weights."""
-        await self._on_workers("shutdown_weight_transfer_engine", timeout)
-
-    async def _on_workers(self, method: str, timeout: float, **kwargs: Any) -> None:
-        await self.collective_rpc(method, kwargs=kwargs or None, timeout=timeout)
-
-    async def compute_weight_checksums(
-        self, *, timeout: float = UTILITY_TIMEOUT
-    ) -> list[dict[str, str]]:
-        """The checksums of each worker's weights by their names, engine by engine."""
-        method = "compute_weight_checksums"
-        return concatenated(await self._call(method, result=CHECKSUMS, timeout=timeout))
-
-    async def save_sharded_state(
-        self,
-        path: str,
-        *,
-        pattern: str | None = None,
-        max_size: int | None = None,
-        timeout: float = UTILITY_TIMEOUT,
-    ) -> None:
-        """Write the weights as each worker holds them.
-
-        Args:
-          path: An existing folder on the engines' machine.
-          pattern: The names of the files; None is vLLM's own.
-          max_size: Bytes of a file; None is vLLM's own.
-          timeout: Seconds to wait for the last engine.
-        """
-        args = (path, pattern, max_size)
-        await self.call_utility("save_sharded_state", *args, timeout=timeout)
-
-
-REFUSING_PAUSE = (0, 33)
-"""The release from which engines have ``pause_generation``, and ``profile`` its fifth argument."""
-
-
-class PauseMode(enum.Enum):
-    """What happens to the requests in flight when engines pause; the values are on the wire."""
-
-    ABORT = "abort"
-    """They end at once, with `FinishReason.ABORT`."""
-    WAIT = "wait"
-    """They go on, and the pause begins when the last one has ended."""
-    KEEP = "keep"
-    """They stand still until the pause ends."""
-
-
-class UtilityMethods(WeightMethods):
-    """Every method runs on all living engines at once, as engines in lockstep demand.
-
-    What is said of `EngineCoreClient.call_utility` holds for each: it waits for every engine's
-    outcome, ``timeout`` seconds at most; if one fails it raises `UtilityCallFailedError`, which
-    tells which engines did run the method; cancelling stops the waiting, not the engines. A result
-    of a wrong type is a `UtilityResultError`. Where the docstring says nothing else, the result is
-    that of the first engine.
-    """
-
-    _is_profiling = False
 
     # What an engine is --------------------------------------------------------------------------
 
@@ -278,7 +175,7 @@ class UtilityMethods(WeightMethods):
           timeout: Seconds to wait for the last engine. Afterwards the pause may still come.
         """
         args = (PauseMode(mode).value, clear_cache)
-        if self._is_older_than(REFUSING_PAUSE):
+        if self.engine_info.is_older_than(REFUSING_PAUSE):
             await self.call_utility("pause_scheduler", *args, timeout=timeout)
             return
         deadline = trio.current_time() + timeout
@@ -365,6 +262,88 @@ class UtilityMethods(WeightMethods):
         results = await self._call("list_loras", result=INTEGERS, timeout=timeout)
         return set(first(results))
 
+    # Weights ------------------------------------------------------------------------------------
+    #
+    # New weights come in over a channel between trainer and workers that these calls only steer:
+    # `init_weight_transfer_engine` once, then for each version `start_weight_update`,
+    # `update_weights` any number of times and `finish_weight_update`. They mirror
+    # ``vllm/v1/engine/async_llm.py``.
+
+    async def get_weight_version(self, *, timeout: float = UTILITY_TIMEOUT) -> str:
+        """The version that outputs are marked with; ``default`` until one is set.
+
+        Raises:
+          InconsistentUtilityResultsError: The engines have different ones.
+        """
+        method = "get_weight_version"
+        return agreed(method, await self._call(method, result=STRING, timeout=timeout))
+
+    async def set_weight_version(self, version: str, *, timeout: float = UTILITY_TIMEOUT) -> None:
+        """Mark outputs with this version from now on."""
+        await self.call_utility("set_weight_version", version, timeout=timeout)
+
+    async def init_weight_transfer_engine(
+        self, init_info: Mapping[str, Any], *, timeout: float = UTILITY_TIMEOUT
+    ) -> None:
+        """Let the workers get ready for new weights; ``init_info`` is the transfer backend's."""
+        await self._on_workers("init_weight_transfer_engine", timeout, init_info=dict(init_info))
+
+    async def start_weight_update(self, *, timeout: float = UTILITY_TIMEOUT) -> None:
+        """Begin to replace the model's weights."""
+        await self._on_workers("start_weight_update", timeout)
+
+    async def start_draft_weight_update(self, *, timeout: float = UTILITY_TIMEOUT) -> None:
+        """Begin to replace the draft model's weights; see ``supports_draft_weight_updates``."""
+        await self._on_workers("start_draft_weight_update", timeout)
+
+    async def update_weights(
+        self,
+        update_info: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        timeout: float = UTILITY_TIMEOUT,
+    ) -> None:
+        """Let the workers receive weights; ``update_info`` is the transfer backend's."""
+        info: Any = (
+            dict(update_info)
+            if isinstance(update_info, Mapping)
+            else [dict(part) for part in update_info]
+        )
+        await self._on_workers("update_weights", timeout, update_info=info)
+
+    async def finish_weight_update(self, *, timeout: float = UTILITY_TIMEOUT) -> None:
+        """Take the new weights into use."""
+        await self._on_workers("finish_weight_update", timeout)
+
+    async def shutdown_weight_transfer_engine(self, *, timeout: float = UTILITY_TIMEOUT) -> None:
+        """Let the workers give up the channel of new weights."""
+        await self._on_workers("shutdown_weight_transfer_engine", timeout)
+
+    async def compute_weight_checksums(
+        self, *, timeout: float = UTILITY_TIMEOUT
+    ) -> list[dict[str, str]]:
+        """The checksums of each worker's weights by their names, engine by engine."""
+        method = "compute_weight_checksums"
+        return concatenated(await self._call(method, result=CHECKSUMS, timeout=timeout))
+
+    async def save_sharded_state(
+        self,
+        path: str,
+        *,
+        pattern: str | None = None,
+        max_size: int | None = None,
+        timeout: float = UTILITY_TIMEOUT,
+    ) -> None:
+        """Write the weights as each worker holds them.
+
+        Args:
+          path: An existing folder on the engines' machine.
+          pattern: The names of the files; None is vLLM's own.
+          max_size: Bytes of a file; None is vLLM's own.
+          timeout: Seconds to wait for the last engine.
+        """
+        args = (path, pattern, max_size)
+        await self.call_utility("save_sharded_state", *args, timeout=timeout)
+
     # Profiling ----------------------------------------------------------------------------------
 
     async def start_profile(
@@ -393,7 +372,7 @@ class UtilityMethods(WeightMethods):
             raise UtilityRefusedError("profile", "the profiler runs already: stop it first")
         args: list[Any] = [True, prefix, delay_iterations, max_iterations]
         if profiler_kwargs is not None:
-            if self._is_older_than(REFUSING_PAUSE):
+            if self.engine_info.is_older_than(REFUSING_PAUSE):
                 raise UtilityRefusedError("profile", "these engines take no profiler_kwargs")
             args.append(dict(profiler_kwargs))
         self._is_profiling = True
@@ -409,7 +388,7 @@ class UtilityMethods(WeightMethods):
     async def stop_profile(
         self, prefix: str | None = None, *, timeout: float = UTILITY_TIMEOUT
     ) -> None:
-        """Stop the profiler; it may have been started by somebody else."""
+        """Stop the profiler; another client may have started it."""
         try:
             await self.call_utility("profile", False, prefix, timeout=timeout)
         finally:
@@ -421,6 +400,12 @@ class UtilityMethods(WeightMethods):
 
     # Shared -------------------------------------------------------------------------------------
 
+    async def _call(
+        self, method: str, *args: Any, result: Result[T], timeout: float
+    ) -> dict[int, T]:
+        """Run a method; give the checked results by engine index."""
+        return result.check(method, await self.call_utility(method, *args, timeout=timeout))
+
     async def _on_every_engine(self, method: str, *args: Any, timeout: float) -> bool:
         results = await self._call(method, *args, result=BOOLEAN, timeout=timeout)
         return all(results.values())
@@ -428,11 +413,8 @@ class UtilityMethods(WeightMethods):
     async def _agreed_boolean(self, method: str, timeout: float) -> bool:
         return agreed(method, await self._call(method, result=BOOLEAN, timeout=timeout))
 
-    def _is_older_than(self, release: tuple[int, int]) -> bool:
-        """Whether an engine is known to lack what came with a release of vLLM."""
-        responses = self.fleet.ready_responses.values()
-        oldest = oldest_release([response.vllm_version for response in responses])
-        return oldest is not None and oldest < release
+    async def _on_workers(self, method: str, timeout: float, **kwargs: Any) -> None:
+        await self.collective_rpc(method, kwargs=kwargs or None, timeout=timeout)
 
 
 def _lacks_method(error: UtilityCallFailedError) -> bool:

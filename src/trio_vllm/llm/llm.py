@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import attrs
 import trio
 
-from trio_vllm.client import Bootstrapped, EngineCoreClient, HandshakeOwner, open_client
+from trio_vllm.client import EngineCoreClient, EngineSource, open_client
 from trio_vllm.concurrency import Waker, running
 from trio_vllm.errors import copy_error
 from trio_vllm.llm.collector import Collector
@@ -213,7 +213,7 @@ class Llm:
         supports as the client was opened, they are asked again now, which may raise `UtilityError`.
         """
         identity = self._identify(request)
-        await self.client.learn_supported_tasks()
+        await self.client.driver.learn_supported_tasks()
         generation = self._start(identity, [lower_encode(request, identity)], FINAL_ONLY)
         try:
             await generation.wait_ended()
@@ -273,7 +273,7 @@ class Llm:
         self._generations.setdefault(identity.external_id, []).append(generation)
         try:
             for child, collector in zip(children, collectors, strict=True):
-                self.client.submit(child, collector)
+                self.client.driver.submit(child, collector)
                 generation.submitted_count += 1
         except BaseException:
             self._end(generation)
@@ -284,7 +284,7 @@ class Llm:
         """Abort what has not ended."""
         submitted = generation.collectors[: generation.submitted_count]
         for collector in submitted:
-            self.client.drop(collector)
+            self.client.driver.drop(collector)
         generations = self._generations[generation.external_id]
         generations.remove(generation)
         if not generations:
@@ -311,7 +311,7 @@ class Llm:
 
 @asynccontextmanager
 async def open_llm(
-    mode: HandshakeOwner | Bootstrapped,
+    mode: EngineSource,
     *,
     randomize_request_ids: bool = True,
     stream_interval: int = 1,

@@ -14,9 +14,11 @@ from trio_vllm.protocol import (
     EngineCoreOutput,
     EventType,
     FinishReason,
+    OutputsMessage,
     RequestBatchOutputs,
     SchedulerStats,
     encode_outputs,
+    index_of,
 )
 
 if TYPE_CHECKING:
@@ -35,13 +37,22 @@ COORDINATOR = -1
 Outgoing = tuple[int, list[Buffer]]
 """A client index, or `COORDINATOR`, and the frames to send there."""
 
-_FIELDS = 9
 NIL = b"\xc0"
 
-# What `encode_outputs` writes around the rows of a message without anything else: no engine index
-# of more than one byte and an array header before, nil statistics, time 0.0 and five nils behind.
-_ROWS_END = -len(NIL + b"\xcb" + bytes(8) + NIL * 5)
-_STATS_START, _STATS_END = 3, -len(b"\xcb" + bytes(8) + NIL * 5)
+_FIELDS = len(attrs.fields(OutputsMessage))
+_AFTER_TIME = _FIELDS - 1 - index_of(OutputsMessage, "timestamp")
+
+
+def _index_after_time(name: str) -> int:
+    return index_of(OutputsMessage, name) - index_of(OutputsMessage, "timestamp") - 1
+
+
+# What `encode_outputs` writes around the rows of a message without anything else: an array header
+# and an engine index of one byte before, nil statistics, time 0.0 and nils behind.
+_STATS_END = -len(b"\xcb" + bytes(8) + NIL * _AFTER_TIME)
+_ROWS_END = _STATS_END - len(NIL)
+_ROWS_START = 2
+_STATS_START = _ROWS_START + 1  # behind the header of no rows
 
 
 @attrs.define
@@ -70,7 +81,12 @@ class Envelope:
         index = engine_index.to_bytes(2, "big")
         packed = index[1:] if engine_index < 128 else b"\xcd" + index
         self._start = pack_array_header(_FIELDS) + packed
-        self._weight_version = pack_str(weight_version)
+        end = [NIL] * _AFTER_TIME
+        end[_index_after_time("weight_version")] = pack_str(weight_version)
+        finished = _index_after_time("finished_requests")
+        self._end = b"".join(end)
+        self._before_finished = b"".join(end[:finished])
+        self._after_finished = b"".join(end[finished + 1 :])
 
     def start(self, row_count: int) -> bytes:
         """Everything before the rows."""
@@ -78,8 +94,9 @@ class Envelope:
 
     def end(self, finished: Sequence[str] = ()) -> bytes:
         """Everything behind the time."""
-        listed = pack_strs(finished) if finished else NIL
-        return b"".join((NIL, listed, NIL, NIL, self._weight_version))
+        if not finished:
+            return self._end
+        return b"".join((self._before_finished, pack_strs(finished), self._after_finished))
 
     def seal(self, draft: Draft, stats: bytes, now: float) -> list[Buffer]:
         """The message of a draft; ``stats`` are encoded, nil for none."""
@@ -103,7 +120,7 @@ class Envelope:
 def encode_rows(outputs: list[EngineCoreOutput]) -> list[Buffer]:
     """Rows one behind the other, and the auxiliary frames that they refer to."""
     payload, *aux = encode_outputs(RequestBatchOutputs(outputs=outputs))
-    start = 2 + len(pack_array_header(len(outputs)))
+    start = _ROWS_START + len(pack_array_header(len(outputs)))
     return [memoryview(payload)[start:_ROWS_END], *aux]
 
 
@@ -203,10 +220,12 @@ class TokenCells:
         return pack_array_header(count) + (self.mark + bytes(self.dtype.itemsize)) * count
 
 
-# What follows the token ids. Positions 2 to 4 are logprobs and the pooling output.
-_NOTHING_2_TO_4 = NIL * 3
-_NOTHING_5_TO_6 = NIL * 2
-_NOTHING_8_TO_10 = NIL * 3
+_FINISH_REASON = index_of(EngineCoreOutput, "finish_reason")
+_EVENTS = index_of(EngineCoreOutput, "events")
+_PREFILL_STATS = index_of(EngineCoreOutput, "prefill_stats")
+_NO_EXTRAS = NIL * (_FINISH_REASON - 1 - index_of(EngineCoreOutput, "new_token_ids"))
+_NO_END = NIL * (_EVENTS - _FINISH_REASON)  # finish and stop reason
+_NO_TRANSFERS = NIL * (_PREFILL_STATS - 1 - _EVENTS)
 _EVENT = b"\x82\xa4type%c\xa9timestamp\xcb%b"
 _PREFILL = (
     b"\x86\xb1num_prompt_tokens%b\xb3num_computed_tokens%b\xb1num_cached_tokens\x00"
@@ -220,17 +239,17 @@ def row(id_and_tokens: bytes, request: Request, *, final: bool) -> bytes:
     parts = [
         b"",
         id_and_tokens,
-        _NOTHING_2_TO_4,
-        _pack_end(request.finish_reason, request.stop_reason) if final else _NOTHING_5_TO_6,
+        _NO_EXTRAS,
+        _pack_end(request.finish_reason, request.stop_reason) if final else _NO_END,
     ]
-    length = 7
+    length = _EVENTS
     if request.events:
         parts.append(_pack_events(request.events))
-        length = 8
+        length = _EVENTS + 1
     if not request.is_prefilled:  # then there are events: it was queued
         count = pack_u32(request.prompt_len)
-        parts += (_NOTHING_8_TO_10, _PREFILL % (count, count))
-        length = 12
+        parts += (_NO_TRANSFERS, _PREFILL % (count, count))
+        length = _PREFILL_STATS + 1
     parts[0] = pack_array_header(length)
     return b"".join(parts)
 

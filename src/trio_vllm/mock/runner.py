@@ -118,7 +118,7 @@ class EngineLoop:
             end = clock() + SLICE
             self._has_news = True
             self._handling_count += 1
-            for frames in batch:
+            for frames, _ in batch:
                 handle(frames)
                 if clock() > end:
                     self._waker.wake()

@@ -24,7 +24,13 @@ from trio_vllm.mock.engine import MockEngine
 from trio_vllm.mock.events import Summary, log, log_entries
 from trio_vllm.mock.runner import EngineLoop, Lockstep, clock
 from trio_vllm.protocol import MAX_ENGINES, EngineCoreReadyResponse, HandshakeInit
-from trio_vllm.transport import FrontendChannels, FrontendLoss, join_frontend
+from trio_vllm.transport import (
+    DESCRIPTORS_PER_ENGINE,
+    FrontendChannels,
+    FrontendDisconnect,
+    join_frontend,
+    require_descriptors,
+)
 
 RETRY_DELAY = 0.5
 """Seconds from the loss of a frontend to the first word to the next."""
@@ -114,6 +120,11 @@ class _Service:
         """Run all engines; the failure of one is the failure of all."""
         first, last = min(self._missing), max(self._missing)
         engines = f"engine {first}" if first == last else f"engines {first} to {last}"
+        require_descriptors(
+            DESCRIPTORS_PER_ENGINE * len(self._missing),
+            f"{len(self._missing)} engines",
+            hint=", or spread the engines over more processes (--processes)",
+        )
         log.info("%s: joining the frontend at %s", engines, self._options.handshake_address)
         async with trio.open_nursery() as nursery:
             for engine_index in sorted(self._missing):
@@ -204,10 +215,8 @@ class _Service:
         )
         self._note_joined(engine_index, links)
         self._lockstep.loops.add(loop)
-        losses = [*links.losses, *([links.coordinator.loss] if links.coordinator else [])]
-        watchers = [partial(life.watch, loss) for loss in losses]
         try:
-            async with running(*loop.pumps(), *watchers):
+            async with running(*loop.pumps(), partial(life.watch, links.disconnects)):
                 life.loop = loop
                 await loop.run()
         except Exception:
@@ -244,10 +253,10 @@ class _Life:
     """Set once the frontend is joined."""
     lost_address: str | None = attrs.field(default=None, init=False)
 
-    async def watch(self, loss: FrontendLoss) -> None:
+    async def watch(self, disconnects: trio.abc.ReceiveChannel[FrontendDisconnect]) -> None:
         """Task: end this life when a connection breaks."""
-        await loss.wait()
-        self.lost_address = self.lost_address or loss.address
+        disconnect = await disconnects.receive()
+        self.lost_address = disconnect.address
         self.scope.cancel(reason="the frontend has gone")
 
     async def end_on(self, shutdown: trio.Event) -> None:

@@ -1,18 +1,18 @@
-"""Arrays on the wire: ``[dtype, shape, data]``.
+"""Arrays travel as ``[dtype, shape, data]``: numpy arrays and `Tensor`.
 
 ``data`` is a raw view inside the payload for small arrays and the index of an auxiliary frame for
-large ones (the payload is frame 0). Readers take either for any size. numpy arrays name their
-dtype with a byte order (``<i4``), torch tensors bare (``int32``, little-endian); upstream does not
-let one stand for the other, hence two forms. See ``vllm/v1/serial_utils.py``.
+large ones (the payload is frame 0). Decoding takes either for any size. numpy arrays name their
+dtype with a byte order (``<i4``), torch tensors bare (``int32``, little-endian); since upstream's
+engine does not let one stand for the other, there are two codecs. See ``vllm/v1/serial_utils.py``.
 
-Nothing is copied but what travels inline: arrays that were read alias the message and are
-read-only, auxiliary frames alias the array that was sent.
+Only what travels inline is copied: arrays that were decoded alias the message and are read-only,
+auxiliary frames alias the array that was encoded.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import attrs
 import numpy as np
@@ -26,9 +26,10 @@ from trio_vllm.protocol.codec import (
     Frames,
     integer,
     list_of,
-    misfit,
+    wrong_type,
 )
 from trio_vllm.protocol.msgpack import raw_view
+from trio_vllm.protocol.structs import set_codec
 
 Array = npt.NDArray[Any]
 
@@ -66,6 +67,8 @@ _NUMPY_DTYPES = {
     },
     **{dtype.name: dtype for dtype in _TORCH_NAMES},
 }
+
+_ANY_DTYPES = _NUMPY_DTYPES | _TORCH_DTYPES
 
 _SHAPE = list_of(integer(0, 2**40, "a length"))
 _MAX_DIMENSIONS = 32
@@ -129,18 +132,18 @@ def _open(
 ) -> tuple[str, list[int], Buffer]:
     """The dtype's name, the shape and the bytes, all checked against each other."""
     if type(raw) is not list or len(raw) != 3:
-        raise misfit("an array [dtype, shape, data]", raw)
+        raise wrong_type("an array [dtype, shape, data]", raw)
     name, shape, data = raw
     if type(name) is not str or name not in dtypes:
-        raise misfit("the name of a number type", name).within(".dtype")
+        raise wrong_type("the name of a number type", name).add_path(".dtype")
     try:
         shape = _SHAPE.decode(shape, frames)
     except CodecError as error:
-        raise error.within(".shape") from None
+        raise error.add_path(".shape") from None
     if len(shape) > _MAX_DIMENSIONS:
-        raise CodecError(f"has {len(shape)} dimensions").within(".shape")
+        raise CodecError(f"has {len(shape)} dimensions").add_path(".shape")
     if math.prod(length or 1 for length in shape) > _MAX_ITEMS:
-        raise CodecError(f"is impossible: {shape}").within(".shape")
+        raise CodecError(f"is impossible: {shape}").add_path(".shape")
     data = _find(data, frames)
     if len(data) != math.prod(shape) * dtypes[name].itemsize:
         raise CodecError(f"shape {shape} of {name} does not fit {len(data)} bytes")
@@ -151,10 +154,10 @@ def _find(data: Any, frames: Frames) -> Buffer:
     if type(data) is memoryview:
         return data
     if type(data) is not int:
-        raise misfit("a raw view or the index of a frame", data).within(".data")
+        raise wrong_type("a raw view or the index of a frame", data).add_path(".data")
     if not 1 <= data < len(frames):
         reason = f"refers to frame {data} of a message of {len(frames)} frames"
-        raise CodecError(reason).within(".data")
+        raise CodecError(reason).add_path(".data")
     return frames[data]
 
 
@@ -172,7 +175,7 @@ def _values(dtype: np.dtype[Any], shape: list[int], data: Buffer) -> Array:
 
 
 def _tensor_values(name: str, shape: list[int], data: Buffer) -> Array:
-    bits = _values(_TORCH_DTYPES[name], shape, data)
+    bits = _values(_ANY_DTYPES[name], shape, data)
     if name != "bfloat16":
         return bits
     values: Array = (bits.astype("<u4") << 16).view("<f4")
@@ -191,7 +194,7 @@ def _decode_tensor(raw: Any, frames: Frames) -> Tensor:
 
 
 def _decode_tensor_as_numpy(raw: Any, frames: Frames) -> Array:
-    return _tensor_values(*_open(raw, frames, _TORCH_DTYPES))
+    return _tensor_values(*_open(raw, frames, _ANY_DTYPES))
 
 
 # Writing ----------------------------------------------------------------------------------------
@@ -206,7 +209,7 @@ def _place(data: Buffer, aux: AuxFrames, *, inline: bool) -> Any:
 
 def _encode_numpy(value: Any, aux: AuxFrames) -> Any:
     if not isinstance(value, np.ndarray):
-        raise misfit("a numpy array", value)
+        raise wrong_type("a numpy array", value)
     array = _plain(value)
     inline = array.nbytes < INLINE_LIMIT or array.ndim == 0
     data = _place(_bytes_of(array), aux, inline=inline)
@@ -219,11 +222,11 @@ def _encode_tensor(value: Any, aux: AuxFrames) -> Any:
         name, shape, data = _TORCH_NAMES[array.dtype], list(array.shape), _bytes_of(array)
     elif isinstance(value, Tensor):
         if type(value.shape) is not tuple:
-            raise misfit("a tuple", value.shape).within(".shape")
+            raise wrong_type("a tuple", value.shape).add_path(".shape")
         name, shape, data = value.dtype, list(value.shape), _flat(value.data)
         _open([name, shape, data], (), _TORCH_DTYPES)
     else:
-        raise misfit("a Tensor", value)
+        raise wrong_type("a Tensor", value)
     return [name, shape, _place(data, aux, inline=len(data) < INLINE_LIMIT)]
 
 
@@ -233,10 +236,16 @@ def _flat(data: Any) -> memoryview:
         view = memoryview(data)
         return view.cast("B") if view.nbytes else memoryview(b"")
     except TypeError as error:
-        raise CodecError(f"must be contiguous bytes: {error}").within(".data") from None
+        raise CodecError(f"must be contiguous bytes: {error}").add_path(".data") from None
 
 
 NUMPY_ARRAY: Codec[Array] = Codec("a numpy array", _decode_numpy, _encode_numpy)
-TENSOR: Codec[Tensor] = Codec("a torch tensor", _decode_tensor, _encode_tensor)
+TENSOR = set_codec(Tensor, Codec("a torch tensor", _decode_tensor, _encode_tensor))
 TENSOR_AS_NUMPY: Codec[Array] = Codec("a torch tensor", _decode_tensor_as_numpy, _encode_tensor)
-"""For tensors whose values we look at: written as torch, given as numpy."""
+"""For tensors whose values we use: encoded as torch names them, decoded also as numpy does.
+
+Engines that are written with upstream's Rust crate send numpy's descriptors here.
+"""
+
+NumpyArray = Annotated[Array, NUMPY_ARRAY]
+TensorArray = Annotated[Array, TENSOR_AS_NUMPY]

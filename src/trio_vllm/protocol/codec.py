@@ -1,16 +1,16 @@
-"""Wire forms: how a value and its MessagePack object turn into each other.
+"""`Codec`: converts a value to its MessagePack object and back, and checks it on the way.
 
-A `Codec` is a pair of functions. ``decode(raw, frames)`` checks an unpacked MessagePack object and
-gives the value; ``frames`` are all frames of the message, so that arrays can find their auxiliary
-frames. ``encode(value, aux)`` checks a value and gives the object to pack; arrays too large to stay
-inline are appended to ``aux``. Readers take what upstream's readers take; writers, since an engine
-does not survive what it cannot read, are stricter (`writing`).
+``decode(raw, frames)`` checks an unpacked MessagePack object and gives the value; ``frames`` are all
+frames of the message, so that arrays can find their auxiliary frames. ``encode(value, aux)`` checks a
+value and gives the object to pack; arrays too large to stay inline are appended to ``aux``. Decoding
+accepts what upstream's readers accept. Encoding is stricter (`strict_on_encode`), since an engine
+does not survive a message that it cannot read.
 
-The value classes know nothing of this. Each message module declares its classes first and their
-forms below, one line per field, in wire order (``_structs.py``); forms nest.
+Codecs of scalars and containers are defined here. Those of the message classes are derived from the
+classes' annotations (``structs.py``); an integer's annotation says its width (`UInt32`).
 
-A misfit raises `CodecError` with the path to the fault; the public functions of the message modules
-turn it into a `DecodeError` (the peer's fault) or an `InvalidFieldError` (the caller's).
+A value that does not fit raises `CodecError` with the path to the fault. The public functions of the
+message modules turn it into a `DecodeError` when they read.
 """
 
 from __future__ import annotations
@@ -19,32 +19,31 @@ import enum
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import attrs
 import numpy as np
-
-# MERGED protocol/_containers: Forms of containers: nil or something, lists, maps, and free values.
-
 
 T = TypeVar("T")
 E = TypeVar("E", bound=enum.Enum)
 
 Buffer = bytes | memoryview
 Frames = Sequence[Buffer]
+"""The frames of one message, or of its part that a function reads: the payload and arrays."""
 AuxFrames = list[Buffer]
+"""Where encoders put the arrays that travel in frames of their own."""
 
 
 class CodecError(ValueError):
-    """A value or an unpacked object does not fit its form."""
+    """A value or an unpacked object is not what its codec expects."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
         self._steps: list[str] = []
 
-    def within(self, step: str) -> CodecError:
-        """Note that the fault lies inside ``step``; containers call this on the way out."""
+    def add_path(self, step: str) -> CodecError:
+        """Prepend ``step`` to the path; containers call this while the error passes them."""
         self._steps.append(step)
         return self
 
@@ -59,22 +58,24 @@ class CodecError(ValueError):
 
 @attrs.frozen
 class Codec(Generic[T]):
-    """A two-way rule between values of type ``T`` and MessagePack objects."""
+    """Converts values of type ``T`` to MessagePack objects and back."""
 
     expected: str
-    """What the object must be, for error messages."""
+    """Names what the object must be, for error messages."""
     decode: Callable[[Any, Frames], T]
     encode: Callable[[T, AuxFrames], Any]
 
 
-def misfit(expected: str, value: object) -> CodecError:
-    """The error for a value that is not what it must be."""
-    return CodecError(f"must be {expected}, not {brief(value)}")
+def wrong_type(expected: str, value: object) -> CodecError:
+    """Make the error for a value of a wrong type or range."""
+    return CodecError(f"must be {expected}, not {summarize(value)}")
 
 
-def brief(value: object) -> str:
-    """A few words for a value, however large, deep or foreign it is."""
+def summarize(value: object) -> str:
+    """Describe a value in a few words, however large or deep it is."""
     match value:
+        case ForeignExtension():
+            return str(value)
         case str():
             return repr(value[:40]) + ("…" if len(value) > 40 else "")
         case None:
@@ -87,28 +88,62 @@ def brief(value: object) -> str:
             return type(value).__name__
 
 
+@attrs.frozen
+class ForeignExtension:
+    """Stands for a MessagePack extension of a type that is never loaded.
+
+    Such may hold a pickle, and with it code of the sender's choice. Every codec refuses this mark, so
+    that only what needs the value fails, not the whole message.
+    """
+
+    code: int
+
+    def __str__(self) -> str:
+        return f"an extension of type {self.code}, which is never loaded"
+
+
+_LEAVES = {type(None), bool, int, float, str, bytes, memoryview}
+
+
+def refuse_extensions(raw: Any) -> None:
+    """Raise `CodecError` if a free value holds a `ForeignExtension`, at whatever depth."""
+    pending = [raw]
+    while pending:
+        value = pending.pop()
+        kind = type(value)
+        if kind is ForeignExtension:
+            raise CodecError(f"must not hold {value}")
+        if kind is dict:
+            value = [*value, *value.values()]
+        elif kind is not list and kind is not tuple:
+            continue
+        if not _LEAVES.issuperset(map(type, value)):
+            pending += [item for item in value if type(item) not in _LEAVES]
+
+
 def check_both_ways(expected: str, check: Callable[[Any, object], T]) -> Codec[T]:
+    """Make a codec that converts nothing and checks the same in both directions."""
     return Codec(expected, check, check)
 
 
-def writing(form: Codec[T], check: Callable[[T], None]) -> Codec[T]:
-    """A form that reads like ``form``, but writes only values for which ``check`` does not raise."""
-    inner_encode = form.encode
+def strict_on_encode(codec: Codec[T], check: Callable[[T], None]) -> Codec[T]:
+    """Make a codec that also calls ``check``, which may raise, before it encodes a value."""
+    inner_encode = codec.encode
 
     def encode(value: T, aux: AuxFrames) -> Any:
         raw = inner_encode(value, aux)
         check(value)
         return raw
 
-    return Codec(form.expected, form.decode, encode)
+    return Codec(codec.expected, codec.decode, encode)
 
 
-def only(expected: str, fits: Callable[[T], bool]) -> Callable[[T], None]:
+def satisfying(expected: str, fits: Callable[[T], bool]) -> Callable[[T], None]:
     """A check for `writing`."""
 
     def check(value: T) -> None:
         if not fits(value):
-            raise misfit(expected, value)
+            raise wrong_type(expected, value)
 
     return check
 
@@ -117,25 +152,25 @@ def only(expected: str, fits: Callable[[T], bool]) -> Callable[[T], None]:
 
 
 def integer(low: int, high: int, expected: str = "") -> Codec[int]:
-    """An integer from ``low`` to ``high``, both included; booleans and floats are refused."""
+    """Make the codec of integers in ``low..high``, both included; refuses booleans and floats."""
     expected = expected or f"an integer from {low} to {high}"
 
     def check(value: Any, _: object) -> int:
         if type(value) is not int or not low <= value <= high:
-            raise misfit(expected, value)
+            raise wrong_type(expected, value)
         return value
 
     return check_both_ways(expected, check)
 
 
 def number(low: float, high: float, expected: str = "") -> Codec[float]:
-    """Any number is read; only those from ``low`` to ``high``, both included, are written."""
+    """Make a codec that decodes any number and encodes only ``low..high``, both included."""
     expected = expected or f"a number from {low:g} to {high:g}"
 
     def encode(value: Any, context: object) -> float:
         checked = _check_float(value, context)
         if not low <= checked <= high:
-            raise misfit(expected, value)
+            raise wrong_type(expected, value)
         return checked
 
     return Codec(FLOAT.expected, _check_float, encode)
@@ -146,18 +181,18 @@ def _check_float(value: Any, _: object) -> float:
         return value
     if type(value) is int and value.bit_length() <= 64:
         return float(value)
-    raise misfit("a number", value)
+    raise wrong_type("a number", value)
 
 
 def _check_bool(value: Any, _: object) -> bool:
     if value is True or value is False:
         return value
-    raise misfit("a boolean", value)
+    raise wrong_type("a boolean", value)
 
 
 def _check_str(value: Any, _: object) -> str:
     if type(value) is not str:
-        raise misfit("a string", value)
+        raise wrong_type("a string", value)
     if not value.isascii():
         try:
             value.encode()
@@ -176,56 +211,58 @@ FLOAT = check_both_ways("a number", _check_float)
 BOOL = check_both_ways("a boolean", _check_bool)
 STR = check_both_ways("a string", _check_str)
 FINITE = number(-sys.float_info.max, sys.float_info.max, "a finite number")
-TEXT = writing(STR, only("a string that is not empty", bool))
+NON_EMPTY_STR = strict_on_encode(STR, satisfying("a string that is not empty", bool))
 
 
-def one_of(*texts: str) -> Codec[str]:
-    """Any string is read; only these are written."""
-    return writing(STR, only(f"one of {', '.join(texts)}", texts.__contains__))
+def known_string(*texts: str) -> Codec[str]:
+    """Make a codec that decodes any string and encodes only these."""
+    return strict_on_encode(STR, satisfying(f"one of {', '.join(texts)}", texts.__contains__))
 
 
-def read_write(read: Codec[T], write: Codec[T]) -> Codec[T]:
-    """A form that reads like one and writes like another."""
-    return Codec(read.expected, read.decode, write.encode)
+def codec_from(*, decode: Codec[T], encode: Codec[T]) -> Codec[T]:
+    """Combine the decoder of one codec with the encoder of another."""
+    return Codec(decode.expected, decode.decode, encode.encode)
 
 
 def enumeration(members: type[E]) -> Codec[E]:
-    """A member of an enumeration, by its value; unknown values are refused."""
+    """Make the codec of an enumeration: members travel as their values."""
     by_value: dict[object, E] = {member.value: member for member in members}
     expected = f"one of {', '.join(map(repr, by_value))}"
 
     def decode(raw: Any, _: Frames) -> E:
         if type(raw) in (int, str) and raw in by_value:
             return by_value[raw]
-        raise misfit(expected, raw)
+        raise wrong_type(expected, raw)
 
     def encode(value: E, _: AuxFrames) -> Any:
         if not isinstance(value, members):
-            raise misfit(f"a {members.__name__}", value)
+            raise wrong_type(f"a {members.__name__}", value)
         return value.value
 
     return Codec(expected, decode, encode)
 
 
-def pass_on(raw: Any, _: object) -> Any:
-    """Convert nothing, check nothing."""
+def unchecked(raw: Any, _: object) -> Any:
+    """Give the object as it is."""
     return raw
 
+
+# Containers -------------------------------------------------------------------------------------
 
 K = TypeVar("K")
 
 MAX_NESTING = 128
-"""Levels of lists and maps in a free value that we send; MessagePack libraries allow a few more."""
+"""How many levels of lists and maps a free value may have to be encoded."""
 
 
 def item_step(key: object) -> str:
-    """The step of a path that leads to an item of a list or a map."""
-    return f"[{brief(key)}]"
+    """Write the step of a path to an item of a list or a map."""
+    return f"[{summarize(key)}]"
 
 
-def optional(form: Codec[T]) -> Codec[T | None]:
-    """Either nil or what ``form`` says."""
-    inner_decode, inner_encode = form.decode, form.encode
+def optional(codec: Codec[T]) -> Codec[T | None]:
+    """Make a codec that also takes nil, for None."""
+    inner_decode, inner_encode = codec.decode, codec.encode
 
     def decode(raw: Any, frames: Frames) -> T | None:
         return None if raw is None else inner_decode(raw, frames)
@@ -233,48 +270,47 @@ def optional(form: Codec[T]) -> Codec[T | None]:
     def encode(value: T | None, aux: AuxFrames) -> Any:
         return None if value is None else inner_encode(value, aux)
 
-    return Codec(f"{form.expected} or nil", decode, encode)
+    return Codec(f"{codec.expected} or nil", decode, encode)
 
 
-def list_of(form: Codec[T]) -> Codec[list[T]]:
-    """An array whose items all have one form."""
+def list_of(codec: Codec[T]) -> Codec[list[T]]:
+    """Make the codec of an array whose items share one codec."""
 
     def decode(raw: Any, frames: Frames) -> list[T]:
         if type(raw) is not list:
-            raise misfit("an array", raw)
-        return each(form.decode, raw, frames)
+            raise wrong_type("an array", raw)
+        return map_with_path(codec.decode, raw, frames)
 
     def encode(value: list[T], aux: AuxFrames) -> Any:
         if not isinstance(value, list | tuple | set | frozenset):
-            raise misfit("a list", value)
-        return each(form.encode, value, aux)
+            raise wrong_type("a list", value)
+        return map_with_path(codec.encode, value, aux)
 
     return Codec("an array", decode, encode)
 
 
-def each(
+def map_with_path(
     convert: Callable[[Any, Any], Any],
     items: Iterable[Any],
     context: Any,
     names: Sequence[str] | None = None,
 ) -> list[Any]:
-    """Convert all items; of the one that does not fit, note its name or number."""
+    """Convert all items; add the name or index of the one that fails to its error."""
     done: list[Any] = []
     try:
         for item in items:
             done.append(convert(item, context))  # noqa: PERF401 (its length is the error's place)
     except CodecError as error:
         at = len(done)
-        raise error.within(f".{names[at]}" if names else f"[{at}]") from None
+        raise error.add_path(f".{names[at]}" if names else f"[{at}]") from None
     return done
 
 
-def _integers(typecode: str, low: int, high: int) -> Codec[list[int]]:
-    """An array of integers, checked at C speed: an `array.array` refuses what is out of range.
+def _list_of_integers(typecode: str, low: int, high: int) -> Codec[list[int]]:
+    """Make the codec of an array of integers, checked at C speed by an `array.array`.
 
-    Values may also be tuples, ranges, sets or one-dimensional numpy arrays.
+    It also encodes tuples, ranges, sets and one-dimensional numpy arrays.
     """
-
     item = integer(low, high)
 
     def check(values: list[int]) -> list[int]:
@@ -287,11 +323,11 @@ def _integers(typecode: str, low: int, high: int) -> Codec[list[int]]:
                 return values
         except (TypeError, ValueError, OverflowError):
             pass
-        return each(item.decode, values, ())
+        return map_with_path(item.decode, values, ())
 
     def decode(raw: Any, _: Frames) -> list[int]:
         if type(raw) is not list:
-            raise misfit("an array", raw)
+            raise wrong_type("an array", raw)
         return check(raw)
 
     def encode(value: Any, _: AuxFrames) -> list[int]:
@@ -303,29 +339,31 @@ def _integers(typecode: str, low: int, high: int) -> Codec[list[int]]:
             return sorted(check(list(value)))
         if isinstance(value, tuple | range | array):
             return check(list(value))
-        raise misfit("a list of integers", value)
+        raise wrong_type("a list of integers", value)
 
     return Codec("an array of integers", decode, encode)
 
 
-TOKEN_IDS = _integers("I", 0, 2**32 - 1)
-"""Token ids: unsigned 32-bit, as upstream's strictest reader has them."""
-U64S = _integers("Q", 0, 2**64 - 1)
-I64S = _integers("q", -(2**63), 2**63 - 1)
+TOKEN_IDS = _list_of_integers("I", 0, 2**32 - 1)
+"""Token ids: unsigned 32-bit, as upstream's Rust reader has them."""
+U64S = _list_of_integers("Q", 0, 2**64 - 1)
+I64S = _list_of_integers("q", -(2**63), 2**63 - 1)
+INTEGER_LISTS: dict[Codec[Any], Codec[list[int]]] = {U32: TOKEN_IDS, U64: U64S, I64: I64S}
+"""The fast codec of a list of integers, by the codec of one."""
 
 
 def map_of(key: Codec[K], item: Codec[T]) -> Codec[dict[K, T]]:
-    """A map whose keys have one form and whose values have another."""
+    """Make the codec of a map of a codec for keys and one for values."""
 
     def convert(pairs: Any, context: Any, of_key: Any, of_item: Any) -> Any:
         if type(pairs) is not dict and not isinstance(pairs, Mapping):
-            raise misfit("a map", pairs)
+            raise wrong_type("a map", pairs)
         done: Any = {}
         for name, value in pairs.items():
             try:
                 done[of_key(name, context)] = of_item(value, context)
             except CodecError as error:
-                raise error.within(item_step(name)) from None
+                raise error.add_path(item_step(name)) from None
         return done
 
     return Codec(
@@ -339,7 +377,7 @@ def map_of(key: Codec[K], item: Codec[T]) -> Codec[dict[K, T]]:
 
 
 def _check_free(value: Any, keys: Codec[Any], depth: int = 0) -> None:
-    """Refuse what MessagePack, or a peer in another language, cannot express."""
+    """Raise `CodecError` for what MessagePack, or a peer in another language, cannot express."""
     kind = type(value)
     if kind is str:
         STR.encode(value, [])
@@ -355,10 +393,10 @@ def _check_free(value: Any, keys: Codec[Any], depth: int = 0) -> None:
                 _check_free(item, keys, depth + 1)
             except CodecError as error:
                 if depth < 8:  # of a deep nest the outer steps are enough
-                    error.within(item_step(key))
+                    error.add_path(item_step(key))
                 raise
     elif value is not None and kind not in (bool, float, bytes):
-        raise misfit("nil, a boolean, a number, a string, bytes, a list or a map", value)
+        raise wrong_type("nil, a boolean, a number, a string, bytes, a list or a map", value)
 
 
 def _check_key(key: Any, _: object) -> Any:
@@ -370,12 +408,29 @@ def _free(keys: Codec[Any]) -> Codec[Any]:
         _check_free(value, keys)
         return value
 
-    return Codec("anything", pass_on, encode)
+    def decode(raw: Any, _: Frames) -> Any:
+        if type(raw) not in _LEAVES:
+            refuse_extensions(raw)
+        return raw
+
+    return Codec("anything", decode, encode)
 
 
 ANY = _free(check_both_ways("a string or an integer", _check_key))
-"""Read: whatever MessagePack holds. Written: plain values."""
+"""A free value whose maps may have integers as keys."""
 JSON_LIKE = _free(STR)
-"""Read: the same. Written: plain values, the keys of their maps strings."""
+"""A free value whose maps have strings as keys; decoding takes other keys too."""
 ANY_MAP = map_of(STR, JSON_LIKE)
-"""A map with string keys and free values."""
+"""A map from strings to free values."""
+
+
+# Types ------------------------------------------------------------------------------------------
+
+# For annotations of fields: Python has one type of integers, the wire has several widths.
+Int32 = Annotated[int, I32]
+Int64 = Annotated[int, I64]
+UInt16 = Annotated[int, U16]
+UInt32 = Annotated[int, U32]
+UInt64 = Annotated[int, U64]
+Count = Annotated[int, codec_from(decode=U32, encode=integer(1, 2**32 - 1, "at least 1"))]
+"""At least 1 when it is encoded; decoding takes 0 too."""

@@ -1,9 +1,9 @@
-"""Log probabilities: two wire forms, one value.
+"""`Logprobs` and `SamplingMask`: the arrays that outputs carry for sampled and prompt tokens.
 
 Sample logprobs travel as numpy arrays (``LogprobsLists``), prompt logprobs as torch tensors
 (``LogprobsTensors``); see upstream ``vllm/v1/outputs.py`` and
-``engine-core-client/src/protocol/logprobs.rs``. Both decode to `Logprobs`, which keeps the arrays as
-they came, without a copy, and makes records of them on request.
+``engine-core-client/src/protocol/logprobs.rs``. Both decode to `Logprobs`, which keeps the arrays
+without a copy and makes records of them on request.
 
 Column 0 of a row is the token that was sampled (or stands in the prompt), with its own rank; the
 others are the most probable tokens in falling order, so the token of column 0 often comes twice.
@@ -21,7 +21,16 @@ import attrs
 import numpy as np
 
 from trio_vllm.protocol.arrays import NUMPY_ARRAY, TENSOR_AS_NUMPY, Array
-from trio_vllm.protocol.codec import AuxFrames, Codec, CodecError, Frames, each, misfit, optional
+from trio_vllm.protocol.codec import (
+    AuxFrames,
+    Codec,
+    CodecError,
+    Frames,
+    map_with_path,
+    optional,
+    wrong_type,
+)
+from trio_vllm.protocol.structs import set_codec
 
 
 @attrs.frozen
@@ -119,9 +128,9 @@ def _check(logprobs: Logprobs) -> Logprobs:
             wanted = f"{dimensions}-dimensional {' or '.join(kinds)}"
             raise CodecError(
                 f"must be {wanted}, not {array.ndim}-dimensional {array.dtype}"
-            ).within(f".{name}")
+            ).add_path(f".{name}")
         if array.dtype.kind == "i" and array.size and int(array.min()) < 0:
-            raise CodecError("must not be negative").within(f".{name}")
+            raise CodecError("must not be negative").add_path(f".{name}")
     if ids.shape != values.shape or len(ids) != len(ranks):
         raise CodecError(f"shapes {ids.shape}, {values.shape} and {ranks.shape} do not match")
     if len(ids) and not ids.shape[1]:
@@ -132,34 +141,34 @@ def _check(logprobs: Logprobs) -> Logprobs:
 _PARTS = ("token_ids", "logprobs", "ranks")
 
 
-def _form(array: Codec[Array], length: int) -> Codec[Logprobs]:
-    """``length`` is what writers write; the first three elements are the arrays."""
+def _logprobs_codec(array: Codec[Array], length: int) -> Codec[Logprobs]:
+    """Make a codec that writes ``length`` elements, of which the first three are the arrays."""
 
     def decode(raw: Any, frames: Frames) -> Logprobs:
         if type(raw) is not list or len(raw) < 3:
-            raise misfit("an array of 3 or more", raw)
+            raise wrong_type("an array of 3 or more", raw)
         if any(item is not None for item in raw[3:length]):
             raise CodecError("must not carry cumulative token counts")
-        return _check(Logprobs(*each(array.decode, raw[:3], frames, _PARTS)))
+        return _check(Logprobs(*map_with_path(array.decode, raw[:3], frames, _PARTS)))
 
     def encode(value: Logprobs, aux: AuxFrames) -> Any:
         if not isinstance(value, Logprobs):
-            raise misfit("Logprobs", value)
+            raise wrong_type("Logprobs", value)
         parts = (value.token_ids, value.logprobs, value.ranks)
-        raw = each(array.encode, parts, aux, _PARTS)
+        raw = map_with_path(array.encode, parts, aux, _PARTS)
         _check(value)
         return [*raw, *[None] * (length - 3)]
 
     return Codec("logprobs", decode, encode)
 
 
-SAMPLE_LOGPROBS = _form(NUMPY_ARRAY, 4)
-PROMPT_LOGPROBS = _form(TENSOR_AS_NUMPY, 5)
+SAMPLE_LOGPROBS = _logprobs_codec(NUMPY_ARRAY, 4)
+PROMPT_LOGPROBS = _logprobs_codec(TENSOR_AS_NUMPY, 5)
 
 
 @attrs.define
 class SamplingMask:
-    """Which token ids sampling could choose from, one row per new token.
+    """The token ids that sampling could choose from, one row per new token.
 
     Without ``offsets`` there is one row; with them row ``i`` is
     ``token_ids[offsets[i]:offsets[i + 1]]``.
@@ -180,13 +189,13 @@ class SamplingMask:
 def _check_mask(mask: SamplingMask) -> SamplingMask:
     ids, offsets = mask.token_ids, mask.offsets
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise CodecError("must be 1-dimensional integers").within(".token_ids")
+        raise CodecError("must be 1-dimensional integers").add_path(".token_ids")
     if offsets is not None:
         if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or not len(offsets):
-            raise CodecError("must be 1-dimensional integers, at least one").within(".offsets")
+            raise CodecError("must be 1-dimensional integers, at least one").add_path(".offsets")
         bounds = offsets.tolist()
         if bounds[0] != 0 or bounds[-1] != len(ids) or bounds != sorted(bounds):
-            raise CodecError("must rise from 0 to the number of token ids").within(".offsets")
+            raise CodecError("must rise from 0 to the number of token ids").add_path(".offsets")
     return mask
 
 
@@ -195,22 +204,26 @@ _MASK_PARTS = {"token_ids": NUMPY_ARRAY, "offsets": optional(NUMPY_ARRAY)}
 
 def _decode_mask(raw: Any, frames: Frames) -> SamplingMask:
     if type(raw) is not list or not raw:
-        raise misfit("an array [token_ids, offsets, nil]", raw)
+        raise wrong_type("an array [token_ids, offsets, nil]", raw)
     *arrays, counts = [*raw, None, None][:3]
     if counts is not None:
         raise CodecError("must not carry cumulative token counts")
     pairs = zip(_MASK_PARTS.values(), arrays, strict=True)
-    parts = each(lambda pair, _: pair[0].decode(pair[1], frames), pairs, None, list(_MASK_PARTS))
+    parts = map_with_path(
+        lambda pair, _: pair[0].decode(pair[1], frames), pairs, None, list(_MASK_PARTS)
+    )
     return _check_mask(SamplingMask(*parts))
 
 
 def _encode_mask(value: SamplingMask, aux: AuxFrames) -> Any:
     if not isinstance(value, SamplingMask):
-        raise misfit("a SamplingMask", value)
+        raise wrong_type("a SamplingMask", value)
     pairs = zip(_MASK_PARTS.values(), (value.token_ids, value.offsets), strict=True)
-    raw = each(lambda pair, _: pair[0].encode(pair[1], aux), pairs, None, list(_MASK_PARTS))
+    raw = map_with_path(
+        lambda pair, _: pair[0].encode(pair[1], aux), pairs, None, list(_MASK_PARTS)
+    )
     _check_mask(value)
     return [*raw, None]
 
 
-SAMPLING_MASK: Codec[SamplingMask] = Codec("a sampling mask", _decode_mask, _encode_mask)
+SAMPLING_MASK = set_codec(SamplingMask, Codec("a sampling mask", _decode_mask, _encode_mask))

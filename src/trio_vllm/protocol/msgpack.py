@@ -1,9 +1,9 @@
-"""MessagePack bytes to plain objects and back.
+"""`pack` and `unpack`: plain objects to MessagePack bytes and back.
 
 Two things that the library leaves to its user are settled here for the whole package: a payload
-with bytes behind its end is refused, and of the extension types only the raw view (3) is known.
+with bytes behind its end is refused, and of the extension types only the raw view (3) is loaded.
 Types 1 and 2 are upstream's pickles (``vllm/v1/serial_utils.py``): they would run code of the
-sender's choice and are never loaded.
+sender's choice. A `ForeignExtension` takes their place, which every codec refuses.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from typing import Any
 import ormsgpack
 
 from trio_vllm.errors import DecodeError
-from trio_vllm.protocol.codec import Buffer, Codec, CodecError, Frames, T
+from trio_vllm.protocol.codec import (
+    Buffer,
+    Codec,
+    CodecError,
+    ForeignExtension,
+    Frames,
+    T,
+)
 
 RAW_VIEW = 3
 """Extension type of array bytes that travel inside the payload."""
@@ -29,7 +36,7 @@ _MARKS = tuple(
 
 
 def pack(raw: object) -> bytes:
-    """Pack plain objects; `CodecError` says why some object has no MessagePack form."""
+    """Pack plain objects; `CodecError` says why some object cannot be packed."""
     try:
         return ormsgpack.packb(raw, option=ormsgpack.OPT_NON_STR_KEYS)
     except TypeError as error:
@@ -42,19 +49,15 @@ def raw_view(data: Buffer) -> ormsgpack.Ext:
 
 
 def unpack(payload: Buffer) -> Any:
-    """Unpack one complete object; raw views become memoryviews.
+    """Unpack one complete object; raw views become memoryviews, other extensions marks.
 
-    Raises `CodecError` if the bytes are not exactly one object, nest too deeply, or hold an
-    extension type other than the raw view.
+    Raises `CodecError` if the bytes are not exactly one object, or nest too deeply.
     """
     pair, mark = _marked(payload)
     try:
         raw, end = ormsgpack.unpackb(pair, ext_hook=_extension, option=ormsgpack.OPT_NON_STR_KEYS)
     except ValueError as error:
-        reason = f"not MessagePack: {error}"
-        if "ext_hook" in str(error):  # all that the decoder lets through of our refusal
-            reason = f"extension types other than {RAW_VIEW} are refused"
-        raise CodecError(reason) from error
+        raise CodecError(f"not MessagePack: {error}") from error
     if end != mark:
         raise CodecError("bytes follow the end of the payload")
     return raw
@@ -69,15 +72,25 @@ def _marked(payload: Buffer) -> tuple[bytes, int]:
     raise CodecError("holds the marks that show where a payload ends")
 
 
-def _extension(code: int, data: bytes) -> memoryview:
-    if code != RAW_VIEW:
-        raise ValueError(code)
-    return memoryview(data)
+def _extension(code: int, data: bytes) -> memoryview | ForeignExtension:
+    return memoryview(data) if code == RAW_VIEW else ForeignExtension(code)
 
 
-def decode_payload(form: Codec[T], payload: Buffer, frames: Frames, what: str) -> T:
-    """Unpack ``payload`` and decode it; any fault is a `DecodeError` about ``what``."""
+def decode_payload(codec: Codec[T], frames: Frames, what: str) -> T:
+    """Unpack and decode a message whose first frame is its payload.
+
+    Any fault is a `DecodeError` about ``what``.
+    """
+    if not frames:
+        raise DecodeError(what, "", "has no frame")
     try:
-        return form.decode(unpack(payload), frames)
+        return codec.decode(unpack(frames[0]), frames)
     except CodecError as error:
         raise DecodeError(what, error.where, error.reason) from error
+
+
+def decode_frame(codec: Codec[T], frames: Frames, what: str) -> T:
+    """Unpack and decode a message of exactly one frame; any fault is a `DecodeError`."""
+    if len(frames) != 1:
+        raise DecodeError(what, "", f"has {len(frames)} frames, not 1")
+    return decode_payload(codec, frames, what)

@@ -1,4 +1,4 @@
-"""Multimodal features of a prompt: processed inputs and where they stand in it.
+"""`MultiModalFeatureSpec`: processed images, audio or video of a prompt, and their positions.
 
 Mirrors upstream ``vllm/multimodal/inputs.py`` and its encoding in ``vllm/v1/serial_utils.py``.
 Each field of a feature is a tensor, a number or a nested list of them, with a rule (`MultiModalField`)
@@ -8,7 +8,7 @@ that says how fields of several features batch. Large tensors travel in auxiliar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import attrs
 import numpy as np
@@ -17,19 +17,17 @@ from trio_vllm.protocol.arrays import TENSOR, Tensor
 from trio_vllm.protocol.codec import (
     BOOL,
     I64,
-    STR,
-    U32,
     AuxFrames,
     Codec,
     CodecError,
     Frames,
-    each,
+    UInt32,
     item_step,
-    map_of,
-    misfit,
+    map_with_path,
     optional,
+    wrong_type,
 )
-from trio_vllm.protocol.structs import map_struct
+from trio_vllm.protocol.structs import set_codec
 
 NestedTensors: TypeAlias = (
     "Tensor | np.ndarray[Any, Any] | int | float | Sequence[NestedTensors] | None"
@@ -52,7 +50,7 @@ class MultiModalField:
 class MultiModalFieldElem:
     """The value of one field of one feature, and how it batches."""
 
-    data: NestedTensors
+    data: Annotated[NestedTensors, optional(NESTED_TENSORS)]
     field: MultiModalField
 
 
@@ -60,8 +58,8 @@ class MultiModalFieldElem:
 class PlaceholderRange:
     """The prompt positions that a feature stands for."""
 
-    offset: int
-    length: int
+    offset: UInt32
+    length: UInt32
     is_embed: Tensor | None = None
     """Boolean mask over the range: which positions take an embedding."""
 
@@ -85,24 +83,25 @@ def _decode_nested(raw: Any, frames: Frames, depth: int = 0) -> NestedTensors:
     if type(raw) is int or type(raw) is float:
         return raw
     if type(raw) is not list:
-        raise misfit("a tensor, a number or a list", raw)
+        raise wrong_type("a tensor, a number or a list", raw)
     if raw and type(raw[0]) is str:
-        return TENSOR.decode(raw, frames)
+        tensor: Tensor = TENSOR.decode(raw, frames)
+        return tensor
     _limit(depth)
-    return each(lambda item, _: _decode_nested(item, frames, depth + 1), raw, None)
+    return map_with_path(lambda item, _: _decode_nested(item, frames, depth + 1), raw, None)
 
 
 def _encode_nested(value: Any, aux: AuxFrames, depth: int = 0) -> Any:
     if isinstance(value, Tensor | np.ndarray):
-        return TENSOR.encode(value, aux)  # type: ignore[arg-type]
+        return TENSOR.encode(value, aux)
     if type(value) is int:
         return I64.encode(value, aux)
     if type(value) is float:
         return value
     if not isinstance(value, list | tuple):
-        raise misfit("a tensor, a number or a list", value)
+        raise wrong_type("a tensor, a number or a list", value)
     _limit(depth)
-    return each(lambda item, _: _encode_nested(item, aux, depth + 1), value, None)
+    return map_with_path(lambda item, _: _encode_nested(item, aux, depth + 1), value, None)
 
 
 def _limit(depth: int) -> None:
@@ -114,15 +113,15 @@ NESTED_TENSORS: Codec[NestedTensors] = Codec("nested tensors", _decode_nested, _
 
 
 def _decode_slices(raw: Any, _: Frames, depth: int = 0) -> Any:
-    """``[start, stop, step]`` to a slice, and lists of such to lists of slices."""
+    """Convert ``[start, stop, step]`` to a slice, and lists of such to lists of slices."""
     if type(raw) is not list:
-        raise misfit("a slice or a list of slices", raw)
+        raise wrong_type("a slice or a list of slices", raw)
     if raw and type(raw[0]) is not list:
         if len(raw) != 3:
             raise CodecError("must be [start, stop, step]")
         return slice(*(_BOUND.decode(part, ()) for part in raw))
     _limit(depth)
-    return each(lambda item, _: _decode_slices(item, (), depth + 1), raw, None)
+    return map_with_path(lambda item, _: _decode_slices(item, (), depth + 1), raw, None)
 
 
 def _encode_slices(value: Any, _: AuxFrames, depth: int = 0) -> Any:
@@ -130,9 +129,9 @@ def _encode_slices(value: Any, _: AuxFrames, depth: int = 0) -> Any:
         bounds = (value.start, value.stop, value.step)
         return [_BOUND.encode(bound, []) for bound in bounds]
     if not isinstance(value, list | tuple):
-        raise misfit("a slice or a list of slices", value)
+        raise wrong_type("a slice or a list of slices", value)
     _limit(depth)
-    return each(lambda item, _: _encode_slices(item, [], depth + 1), value, None)
+    return map_with_path(lambda item, _: _encode_slices(item, [], depth + 1), value, None)
 
 
 _BOUND = optional(I64)
@@ -145,20 +144,20 @@ _ARGUMENTS: dict[str, dict[str, Codec[Any]]] = {
     "shared": {"keep_on_cpu": BOOL, "batch_size": I64},
 }
 _ARGUMENT_DEFAULTS = {"keep_on_cpu": False, "dim": 0}
-"""What upstream's factories take for an argument that is left out."""
+"""The defaults of upstream's factories."""
 
 
 def _decode_field(raw: Any, frames: Frames) -> MultiModalField:
     if type(raw) is not list or len(raw) != 2 or type(raw[1]) is not dict:
-        raise misfit("an array [factory, arguments]", raw)
+        raise wrong_type("an array [factory, arguments]", raw)
     factory, given = raw
-    return MultiModalField(factory, _arguments(factory, given, lambda form: form.decode, frames))
+    return MultiModalField(factory, _arguments(factory, given, lambda codec: codec.decode, frames))
 
 
 def _encode_field(value: Any, aux: AuxFrames) -> Any:
     if not isinstance(value, MultiModalField) or type(value.kwargs) is not dict:
-        raise misfit("a MultiModalField", value)
-    arguments = _arguments(value.factory, value.kwargs, lambda form: form.encode, aux)
+        raise wrong_type("a MultiModalField", value)
+    arguments = _arguments(value.factory, value.kwargs, lambda codec: codec.encode, aux)
     return [value.factory, arguments]
 
 
@@ -166,46 +165,21 @@ def _arguments(
     factory: Any, given: dict[Any, Any], way: Callable[[Codec[Any]], Any], context: Any
 ) -> dict[str, Any]:
     """All arguments of a factory, converted one way or the other."""
-    forms = _ARGUMENTS.get(factory) if type(factory) is str else None
-    if forms is None:
-        raise misfit(f"one of {', '.join(_ARGUMENTS)}", factory)
-    for name in given.keys() - forms.keys():
-        raise CodecError(f"is no argument of a {factory} field").within(item_step(name))
-    done = {name: _ARGUMENT_DEFAULTS[name] for name in forms if name in _ARGUMENT_DEFAULTS}
-    for name, form in forms.items():
+    codecs = _ARGUMENTS.get(factory) if type(factory) is str else None
+    if codecs is None:
+        raise wrong_type(f"one of {', '.join(_ARGUMENTS)}", factory)
+    for name in given.keys() - codecs.keys():
+        raise CodecError(f"is no argument of a {factory} field").add_path(item_step(name))
+    done = {name: _ARGUMENT_DEFAULTS[name] for name in codecs if name in _ARGUMENT_DEFAULTS}
+    for name, codec in codecs.items():
         if name not in given and name not in done:
             raise CodecError(f"must have the argument {name!r}")
         if name in given:
             try:
-                done[name] = way(form)(given[name], context)
+                done[name] = way(codec)(given[name], context)
             except CodecError as error:
-                raise error.within(f".{name}") from None
+                raise error.add_path(f".{name}") from None
     return done
 
 
-FIELD: Codec[MultiModalField] = Codec("a multimodal field", _decode_field, _encode_field)
-
-MULTIMODAL_FEATURE: Codec[MultiModalFeatureSpec] = map_struct(
-    MultiModalFeatureSpec,
-    {
-        "data": optional(
-            map_of(
-                STR,
-                map_struct(
-                    MultiModalFieldElem,
-                    {"data": optional(NESTED_TENSORS), "field": FIELD},
-                    required=("data", "field"),
-                ),
-            )
-        ),
-        "modality": STR,
-        "identifier": STR,
-        "mm_position": map_struct(
-            PlaceholderRange,
-            {"offset": U32, "length": U32, "is_embed": optional(TENSOR)},
-            required=("offset", "length"),
-        ),
-        "mm_hash": optional(STR),
-    },
-    required=("data", "modality", "identifier", "mm_position"),
-)
+FIELD = set_codec(MultiModalField, Codec("a multimodal field", _decode_field, _encode_field))

@@ -1,4 +1,4 @@
-"""The startup of the frontend side: who said HELLO, READY, registered, and what to answer.
+"""`FrontendStartup`: follows the startup of engines on the frontend's side, message by message.
 
 Theory of operation. An engine goes through HELLO (answered with INIT), registration on the input
 socket and READY on the handshake socket. The last two come over different connections, so either
@@ -33,7 +33,7 @@ from trio_vllm.protocol.handshake import (
 )
 
 MAX_NOTES = 20
-"""A hostile peer may say new nonsense for ever."""
+"""How many notes are kept: a hostile peer could cause any number."""
 
 
 class Phase(enum.Enum):
@@ -109,7 +109,7 @@ class FrontendStartup:
 
     @property
     def ready_responses(self) -> dict[int, EngineCoreReadyResponse]:
-        """What each registered engine told of itself, by engine index."""
+        """The registrations, by engine index."""
         return {i: p.response for i, p in sorted(self._progress.items()) if p.response is not None}
 
     def receive_report(self, frames: Frames) -> EngineId | None:
@@ -120,7 +120,7 @@ class FrontendStartup:
         engine_id, progress = found
         engine_index = engine_id.engine_index
         try:
-            report = decode_report(frames[1])
+            report = decode_report(frames[1:])
         except DecodeError as error:
             self.note(f"engine {engine_index} sent garbage: {error}")
             return None
@@ -161,7 +161,7 @@ class FrontendStartup:
             self.note(f"engine {engine_index} registered again")
             return None
         try:
-            progress.response = decode_ready_response(frames[1])
+            progress.response = decode_ready_response(frames[1:])
         except DecodeError as error:
             self.note(f"engine {engine_index} sent garbage: {error}")
             return None

@@ -1,4 +1,4 @@
-"""Utility calls: a named method run by an engine, and its answer.
+"""`UtilityRequest` and `UtilityOutput`: a call of an engine's method by name, and its answer.
 
 Mirrors upstream ``vllm/v1/engine/__init__.py`` (``UtilityOutput``) and
 ``vllm/v1/serial_utils.py`` (``UtilityResult``).
@@ -6,58 +6,43 @@ Mirrors upstream ``vllm/v1/engine/__init__.py`` (``UtilityOutput``) and
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import attrs
 
 from trio_vllm.protocol.codec import (
     ANY,
     INT64_OR_UINT64,
-    STR,
-    U32,
     AuxFrames,
     Codec,
     CodecError,
     Frames,
-    list_of,
-    misfit,
-    optional,
+    UInt32,
+    refuse_extensions,
+    wrong_type,
 )
-from trio_vllm.protocol.structs import array_struct
+from trio_vllm.protocol.structs import as_array, codec_of, set_codec
+
+CallId = Annotated[int, INT64_OR_UINT64]
 
 
+@as_array(minimum=4)
 @attrs.define
 class UtilityRequest:
-    """Run ``method`` with positional ``args`` and answer on output socket ``client_index``."""
+    """Calls ``method`` with positional ``args``; the answer goes to output socket ``client_index``."""
 
-    client_index: int
-    call_id: int
+    client_index: UInt32
+    call_id: CallId
     """Any 64-bit integer, signed or unsigned; the answer carries the same."""
     method: str
-    args: list[Any] = attrs.field(factory=list)
-
-
-@attrs.define
-class UtilityOutput:
-    """The answer to one call: ``result``, or why there is none."""
-
-    call_id: int
-    failure_message: str | None = None
-    result: Any = None
-
-
-UTILITY_REQUEST: Codec[UtilityRequest] = array_struct(
-    UtilityRequest,
-    4,
-    {"client_index": U32, "call_id": INT64_OR_UINT64, "method": STR, "args": list_of(ANY)},
-)
+    args: list[Annotated[Any, ANY]] = attrs.field(factory=list)
 
 
 def _decode_result(raw: Any, _: Frames) -> Any:
     if raw is None:
         return None
     if type(raw) is not list or len(raw) != 2:
-        raise misfit("an array [type info, value]", raw)
+        raise wrong_type("an array [type info, value]", raw)
     # The type info would say how to rebuild the value with pickle; the plain value is enough.
     return raw[1]
 
@@ -67,26 +52,41 @@ def _encode_result(value: Any, aux: AuxFrames) -> Any:
     return [None, ANY.encode(value, aux)]
 
 
-_UTILITY_OUTPUT: Codec[UtilityOutput] = array_struct(
-    UtilityOutput,
-    1,
-    {
-        "call_id": INT64_OR_UINT64,
-        "failure_message": optional(STR),
-        "result": Codec("a utility result", _decode_result, _encode_result),
-    },
-)
+@as_array()
+@attrs.define
+class UtilityOutput:
+    """The answer to one call: ``result``, or why there is none."""
+
+    call_id: CallId
+    failure_message: str | None = None
+    result: Annotated[Any, Codec("a utility result", _decode_result, _encode_result)] = None
+
+
+_UTILITY_OUTPUT = codec_of(UtilityOutput)
 
 
 def _encode_output(value: UtilityOutput, aux: AuxFrames) -> Any:
     raw = _UTILITY_OUTPUT.encode(value, aux)
     if value.failure_message is not None:
         if value.result is not None:
-            raise CodecError("must be nil, the call failed").within(".result")
+            raise CodecError("must be nil, the call failed").add_path(".result")
         raw[2] = None
     return raw
 
 
-UTILITY_OUTPUT: Codec[UtilityOutput] = Codec(
-    "UtilityOutput", _UTILITY_OUTPUT.decode, _encode_output
-)
+def _decode_output(raw: Any, frames: Frames) -> UtilityOutput:
+    try:
+        output = _UTILITY_OUTPUT.decode(raw, frames)
+        refuse_extensions(output.result)
+    except CodecError as error:
+        # Fails this call, not all that the engine serves, if it can be told which call it is.
+        if type(raw) is not list or not raw or type(raw[0]) is not int:
+            raise
+        failure = raw[1] if len(raw) > 1 and type(raw[1]) is str else None
+        field = error.where.removeprefix(".") or "result"
+        return UtilityOutput(raw[0], failure or f"the {field} {error.reason}")
+    return output
+
+
+UTILITY_REQUEST = codec_of(UtilityRequest)
+UTILITY_OUTPUT = set_codec(UtilityOutput, Codec("UtilityOutput", _decode_output, _encode_output))

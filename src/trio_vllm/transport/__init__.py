@@ -1,32 +1,39 @@
 """Trio channels over ZeroMQ. Nothing above this package imports zmq."""
 
-from trio_vllm.transport.channels import FrameReceiver, FrameSender
-from trio_vllm.transport.engine import (
+from trio_vllm.transport.channels import (
     CoordinatorChannels,
-    FrontendChannels,
-    FrontendLoss,
-    join_frontend,
-)
-from trio_vllm.transport.frontend import (
-    Bootstrapped,
+    Disconnect,
     EngineChannels,
+    EngineSource,
     FollowerChannels,
-    HandshakeOwner,
+    FrameReceiver,
+    FrameSender,
+    FrontendChannels,
+    FrontendDisconnect,
     LeaderChannels,
-    open_frontend,
+    Received,
 )
+from trio_vllm.transport.descriptors import require_descriptors
+from trio_vllm.transport.engine import DESCRIPTORS_PER_ENGINE, join_frontend
+from trio_vllm.transport.frontend import Bootstrapped, HandshakeOwner
+from trio_vllm.transport.memory import InMemory
 
 __all__ = [
+    "DESCRIPTORS_PER_ENGINE",
     "Bootstrapped",
     "CoordinatorChannels",
+    "Disconnect",
     "EngineChannels",
+    "EngineSource",
     "FollowerChannels",
     "FrameReceiver",
     "FrameSender",
     "FrontendChannels",
-    "FrontendLoss",
+    "FrontendDisconnect",
     "HandshakeOwner",
+    "InMemory",
     "LeaderChannels",
+    "Received",
     "join_frontend",
-    "open_frontend",
+    "require_descriptors",
 ]

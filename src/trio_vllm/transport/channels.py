@@ -1,41 +1,35 @@
-"""What the client and the mock engine ask of a connection; ØMQ is one way to give it."""
+"""What the client and the mock engine ask of their connections; ØMQ is one way to give it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol, TypeAlias
+
+import attrs
+import trio
+
+from trio_vllm.protocol import EngineCoreReadyResponse
 
 Frames: TypeAlias = list[bytes]
 """One multipart message as it was received."""
 
+Received: TypeAlias = tuple[Frames, int | None]
+"""A message, and the number of the connection it came by; None where the transport cannot tell.
+
+Connections are counted as they are accepted, so a number is never given to another one.
+"""
+
 
 class FrameReceiver(Protocol):
-    """The receiving side of a connection; one task at a time."""
+    """The receiving side of one or many connections; one task at a time."""
 
-    async def receive_batch(self, limit: int) -> list[Frames]:
+    async def receive_batch(self, limit: int) -> list[Received]:
         """Wait for a message; return it and what else is there, ``limit`` messages at most."""
         ...
 
-    def receive_batch_nowait(self, limit: int) -> list[Frames]:
+    def receive_batch_nowait(self, limit: int) -> list[Received]:
         """Return what is there, ``limit`` messages at most; `trio.WouldBlock` if nothing is."""
-        ...
-
-
-class LabelledFrameReceiver(FrameReceiver, Protocol):
-    """A receiver that many connections end in, and that can tell them apart."""
-
-    async def receive_batch_with_descriptors(
-        self, limit: int
-    ) -> Sequence[tuple[Frames, int | None]]:
-        """Like `receive_batch`, each message with the descriptor of the connection it came by.
-
-        None is for a connection that is not known. A descriptor may be used again for another
-        connection when the first one is gone.
-        """
-        ...
-
-    def has_more(self) -> bool:
-        """Whether a message is waiting; for the task that receives."""
         ...
 
 
@@ -49,3 +43,100 @@ class FrameSender(Protocol):
     async def send(self, frames: Sequence[bytes | memoryview]) -> None:
         """Queue one message, waiting for room."""
         ...
+
+
+# The frontend's side ----------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class Disconnect:
+    """A connection of an engine broke. One of the two fields is set.
+
+    What had been delivered by it before may still have to be received.
+    """
+
+    engine_index: int | None = None
+    """Whose connection to the input socket it was."""
+    connection: int | None = None
+    """Which connection it was, if to another socket: the number of messages that came by it."""
+
+
+@attrs.frozen
+class LeaderChannels:
+    """What the coordinator in our process needs of the engines."""
+
+    broadcasts: FrameSender
+    subscriptions: FrameReceiver
+    """Receives a message from each engine whose connection to the broadcasts is new."""
+    notices: FrameReceiver
+
+
+@attrs.frozen
+class FollowerChannels:
+    """The connection to a coordinator in another process."""
+
+    publications: FrameReceiver
+    notices: FrameSender
+
+
+@attrs.frozen
+class EngineChannels:
+    """What a client needs of its connected engines."""
+
+    input_address: str
+    output_address: str
+    ready_responses: Mapping[int, EngineCoreReadyResponse]
+    """What each engine registered with, by engine index."""
+    requests: FrameSender
+    """Messages to engines; the first frame is the engine id. Never blocks."""
+    outputs: FrameReceiver
+    """Messages of all engines."""
+    disconnects: trio.abc.ReceiveChannel[Disconnect]
+    """Each connection of an engine that breaks."""
+    coordination: LeaderChannels | FollowerChannels | None = None
+
+
+class EngineSource(Protocol):
+    """Where a client gets its engines from: `HandshakeOwner`, `Bootstrapped`, or `InMemory`."""
+
+    @property
+    def engine_indices(self) -> Sequence[int]:
+        """The expected engines."""
+        ...
+
+    def connect(self) -> AbstractAsyncContextManager[EngineChannels]:
+        """Wait for the engines to start; the block's value are the channels to them."""
+        ...
+
+
+# The engine's side ------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class FrontendDisconnect:
+    """A connection to the frontend that an engine has joined broke."""
+
+    address: str
+    client_index: int | None
+    """Which client it led to; None for the coordinator."""
+
+
+@attrs.frozen
+class CoordinatorChannels:
+    """The connections of an engine to its data-parallel coordinator."""
+
+    broadcasts: FrameReceiver
+    notices: FrameSender
+
+
+@attrs.frozen
+class FrontendChannels:
+    """What an engine needs of the frontend it has joined."""
+
+    inputs: Sequence[FrameReceiver]
+    """One per client of the frontend."""
+    outputs: Sequence[FrameSender]
+    """One per client; a message goes to the one with the request's ``client_index``."""
+    disconnects: trio.abc.ReceiveChannel[FrontendDisconnect]
+    """Each connection that breaks."""
+    coordinator: CoordinatorChannels | None = None

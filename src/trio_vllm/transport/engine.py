@@ -7,17 +7,19 @@ Mirrors ``vllm/v1/engine/core.py`` (``startup_handshake``, ``process_input_socke
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TypeVar
 
-import attrs
 import trio
 
+from trio_vllm.concurrency import running
 from trio_vllm.errors import ConfigurationError, DecodeError, StartupError
 from trio_vllm.protocol import (
     COORDINATOR_READY,
     SUBSCRIBE,
+    Buffer,
     EngineAddresses,
     EngineCoreReadyResponse,
     EngineId,
@@ -28,54 +30,26 @@ from trio_vllm.protocol import (
     encode_ready_response,
     encode_report,
 )
-from trio_vllm.transport.channels import FrameReceiver, Frames, FrameSender
-from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
+from trio_vllm.transport.channels import (
+    CoordinatorChannels,
+    Frames,
+    FrontendChannels,
+    FrontendDisconnect,
+)
+from trio_vllm.transport.descriptors import PER_SOCKET
+from trio_vllm.transport.zmq_context import SocketType, ZmqContext, heartbeat_options, open_context
 from trio_vllm.transport.zmq_monitor import OutgoingConnection, set_linger
 from trio_vllm.transport.zmq_socket import ZmqSocket
 
 T = TypeVar("T")
 
+DESCRIPTORS_PER_ENGINE = 2 * (PER_SOCKET + 1)
+"""File descriptors of an engine that has joined a frontend of one client: two connections, and the
+sockets that they belong to."""
+
 READY_LINGER = 1.0
 OUTPUT_LINGER = 4.0
 """Seconds for the last messages to get out; for outputs upstream's own."""
-
-
-@attrs.frozen
-class FrontendLoss:
-    """Tells that a process at the frontend's side is gone: one of its clients, or the coordinator."""
-
-    _connection: OutgoingConnection
-
-    @property
-    def address(self) -> str:
-        """Where it was."""
-        return self._connection.address
-
-    async def wait(self) -> None:
-        """Wait for the connection to break; one task at a time."""
-        await self._connection.wait_lost()
-
-
-@attrs.frozen
-class CoordinatorChannels:
-    """The connections to a data-parallel coordinator."""
-
-    broadcasts: FrameReceiver
-    notices: FrameSender
-    loss: FrontendLoss
-
-
-@attrs.frozen
-class FrontendChannels:
-    """What an engine needs of the frontend it has joined."""
-
-    inputs: Sequence[FrameReceiver]
-    """One per client of the frontend."""
-    outputs: Sequence[FrameSender]
-    """One per client; a message goes to the one with the request's ``client_index``."""
-    losses: Sequence[FrontendLoss]
-    """One per client."""
-    coordinator: CoordinatorChannels | None
 
 
 @asynccontextmanager
@@ -85,6 +59,7 @@ async def join_frontend(
     engine_index: int,
     ready_response: Callable[[HandshakeInit], EngineCoreReadyResponse],
     timeout: float = math.inf,
+    heartbeat_timeout: float = math.inf,
     output_high_water_mark: int = 0,
 ) -> AsyncIterator[FrontendChannels]:
     """Report to a frontend as one engine; the block's value is the way to it.
@@ -94,6 +69,8 @@ async def join_frontend(
       engine_index: Which engine we are.
       ready_response: What to tell of ourselves, given the frontend's INIT.
       timeout: Seconds that each answer of the frontend may take.
+      heartbeat_timeout: Seconds after which a client or a coordinator that does not answer ZeroMQ's
+        heartbeats counts as gone.
       output_high_water_mark: Outputs that a client may be behind before sending waits; 0 is any
         number, as upstream has it.
 
@@ -105,34 +82,68 @@ async def join_frontend(
     client is gone.
     """
     async with open_context() as context:
-        joining = _Joining(context, EngineId.of(engine_index), timeout)
+        heartbeats = heartbeat_options(heartbeat_timeout)
+        joining = _Joining(context, EngineId.of(engine_index), timeout, heartbeats)
         handshake = joining.report_to(handshake_address)
         init = await joining.receive_init()
-        joining.register(init.addresses.inputs, encode_ready_response(ready_response(init)))
-        joining.decode_outputs_lazily(init.addresses.outputs, output_high_water_mark)
-        coordinator = await joining.pass_gate(init.addresses)
-        set_linger(handshake, READY_LINGER)
-        handshake.send_nowait([encode_report(HandshakeReport(status=HandshakeStatus.READY))])
-        await joining.wait_registered()
-        handshake.close()
-        losses = [FrontendLoss(connection) for connection in joining.connections]
+        async with _registering(init.addresses):
+            joining.register(init.addresses.inputs, encode_ready_response(ready_response(init)))
+            joining.open_outputs(init.addresses.outputs, output_high_water_mark)
+            coordinator = await joining.wait_coordinator_ready(init.addresses)
+            set_linger(handshake, READY_LINGER)
+            handshake.send_nowait(encode_report(HandshakeReport(status=HandshakeStatus.READY)))
+            await joining.wait_registered()
+            handshake.close()
         try:
-            yield FrontendChannels(joining.inputs, joining.outputs, losses, coordinator)
+            async with joining.disconnects() as disconnects:
+                yield FrontendChannels(joining.inputs, joining.outputs, disconnects, coordinator)
         finally:
-            joining.let_lost_clients_go()
+            joining.skip_linger_of_lost_clients()
+
+
+REGISTERING_AT_ONCE = 256
+"""Engines of one process that may have the connections of the handshake and the others at a time."""
+
+_slots: trio.lowlevel.RunVar[trio.Semaphore] = trio.lowlevel.RunVar("registration slots")
+
+
+@asynccontextmanager
+async def _registering(addresses: EngineAddresses) -> AsyncIterator[None]:
+    """Let only some engines register at a time: each needs more descriptors meanwhile than after.
+
+    Not if there is a coordinator, where each waits for all others.
+    """
+    if addresses.coordinator_input is not None:
+        await trio.lowlevel.checkpoint()
+        yield
+        return
+    try:
+        slots = _slots.get()
+    except LookupError:
+        _slots.set(slots := trio.Semaphore(REGISTERING_AT_ONCE))
+    async with slots:
+        yield
 
 
 class _Joining:
     """The steps of an engine's startup, in order."""
 
-    def __init__(self, context: ZmqContext, engine_id: EngineId, timeout: float) -> None:
+    def __init__(
+        self,
+        context: ZmqContext,
+        engine_id: EngineId,
+        timeout: float,
+        options: Mapping[int, int | bytes],
+    ) -> None:
+        self._options = options
         self._context = context
         self._engine_id = engine_id
         self._timeout = timeout
         self.inputs: list[ZmqSocket] = []
         self.outputs: list[ZmqSocket] = []
-        self.connections: list[OutgoingConnection] = []
-        """Those of the inputs."""
+        self._input_connections: list[OutgoingConnection] = []
+        self._output_connections: list[OutgoingConnection] = []
+        self._coordinator_connections: list[OutgoingConnection] = []
 
     def report_to(self, address: str) -> ZmqSocket:
         """Say HELLO."""
@@ -144,7 +155,7 @@ class _Joining:
         self._handshake = handshake
         self._frontend = OutgoingConnection(address, self._context.open_monitor(handshake))
         handshake.connect(address)
-        handshake.send_nowait([encode_report(HandshakeReport(status=HandshakeStatus.HELLO))])
+        handshake.send_nowait(encode_report(HandshakeReport(status=HandshakeStatus.HELLO)))
         return handshake
 
     async def receive_init(self) -> HandshakeInit:
@@ -152,38 +163,39 @@ class _Joining:
         phase = f"INIT from the frontend at {self._frontend.address}"
         return _read_init(await self._answer(phase, self._handshake.receive), phase)
 
-    def register(self, addresses: Sequence[str], response: bytes) -> None:
+    def register(self, addresses: Sequence[str], response: Sequence[Buffer]) -> None:
         """Connect to each client's input address, and say there who we are."""
         for address in addresses:
             socket = self._context.socket(SocketType.DEALER, identity=self._engine_id)
-            self.connections.append(self._connect(socket, address))
-            socket.send_nowait([response])
+            self._input_connections.append(self._connect(socket, address))
+            socket.send_nowait(response)
             self.inputs.append(socket)
 
-    def decode_outputs_lazily(self, addresses: Sequence[str], high_water_mark: int) -> None:
+    def open_outputs(self, addresses: Sequence[str], high_water_mark: int) -> None:
         """Connect to each client's output address."""
         for address in addresses:
-            self.outputs.append(self._push(address, high_water_mark))
+            socket, connection = self._push(address, high_water_mark)
+            self.outputs.append(socket)
+            self._output_connections.append(connection)
 
-    def _push(self, address: str, high_water_mark: int = 0) -> ZmqSocket:
+    def _push(self, address: str, high_water_mark: int = 0) -> tuple[ZmqSocket, OutgoingConnection]:
         socket = self._context.socket(
             SocketType.PUSH, linger=OUTPUT_LINGER, send_high_water_mark=high_water_mark
         )
-        self._connect_to(socket, address)
-        return socket
+        return socket, self._connect(socket, address)
 
     def _connect(self, socket: ZmqSocket, address: str) -> OutgoingConnection:
         connection = OutgoingConnection(address, self._context.open_monitor(socket))
-        self._connect_to(socket, address)
-        return connection
-
-    def _connect_to(self, socket: ZmqSocket, address: str) -> None:
+        socket.set_options(self._options)
         try:
             socket.connect(address)
         except ConfigurationError as error:
             raise StartupError("the connection to the frontend", notes=[str(error)]) from error
+        return connection
 
-    async def pass_gate(self, addresses: EngineAddresses) -> CoordinatorChannels | None:
+    async def wait_coordinator_ready(
+        self, addresses: EngineAddresses
+    ) -> CoordinatorChannels | None:
         """Subscribe at the coordinator, if there is one, and wait until every engine has."""
         await trio.lowlevel.checkpoint()
         if addresses.coordinator_input is None or addresses.coordinator_output is None:
@@ -197,8 +209,9 @@ class _Joining:
                 pass
 
         await self._answer(f"READY from the coordinator at {connection.address}", ready)
-        notices = self._push(addresses.coordinator_output)
-        return CoordinatorChannels(broadcasts, notices, FrontendLoss(connection))
+        notices, notice_connection = self._push(addresses.coordinator_output)
+        self._coordinator_connections = [connection, notice_connection]
+        return CoordinatorChannels(broadcasts, notices)
 
     async def wait_registered(self) -> None:
         """Wait until the registrations have somebody to reach.
@@ -208,7 +221,7 @@ class _Joining:
         and the one that we wait for is gone.
         """
         await trio.lowlevel.checkpoint()
-        for connection in self.connections:
+        for connection in self._input_connections:
             await self._answer(
                 "the connection to the frontend's input socket",
                 connection.wait_open,
@@ -216,9 +229,26 @@ class _Joining:
                 departure=self._frontend.wait_reopened,
             )
 
-    def let_lost_clients_go(self) -> None:
-        """Do not linger for clients that are gone."""
-        for connection, output in zip(self.connections, self.outputs, strict=True):
+    @asynccontextmanager
+    async def disconnects(self) -> AsyncIterator[trio.abc.ReceiveChannel[FrontendDisconnect]]:
+        """Give the connections that break while the block runs."""
+        send, receive = trio.open_memory_channel[FrontendDisconnect](math.inf)
+
+        async def watch(client_index: int | None, connection: OutgoingConnection) -> None:
+            await connection.wait_lost()
+            send.send_nowait(FrontendDisconnect(connection.address, client_index))
+
+        watched: list[tuple[int | None, OutgoingConnection]] = [
+            *enumerate(self._input_connections),
+            *enumerate(self._output_connections),
+            *((None, connection) for connection in self._coordinator_connections),
+        ]
+        async with running(*(partial(watch, *one) for one in watched)):
+            yield receive
+
+    def skip_linger_of_lost_clients(self) -> None:
+        """Do not wait for last outputs to reach clients that are gone."""
+        for connection, output in zip(self._input_connections, self.outputs, strict=True):
             if connection.is_lost:
                 set_linger(output, 0)
 
@@ -264,7 +294,7 @@ def _read_init(frames: Frames, phase: str) -> HandshakeInit:
     if len(frames) != 1:
         raise StartupError(phase, notes=[f"it has {len(frames)} frames"])
     try:
-        init = decode_init(frames[0])
+        init = decode_init(frames)
     except DecodeError as error:
         raise StartupError(phase, notes=[str(error)]) from error
     addresses = init.addresses

@@ -1,16 +1,23 @@
-"""How a frontend comes by its engines: what there is to choose, checked before a socket opens."""
+"""`HandshakeOwner` and `Bootstrapped`: two ways for a frontend to connect to its engines.
+
+Mirrors ``vllm/v1/engine/core_client.py`` (``MPClient.__init__``) and
+``engine-core-client/src/transport.rs``.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import attrs
 import trio
 import zmq
 
+from trio_vllm.concurrency import running
 from trio_vllm.errors import ConfigurationError
 from trio_vllm.protocol import (
     MAX_ENGINES,
@@ -21,16 +28,20 @@ from trio_vllm.protocol import (
     HandshakeInit,
     encode_init,
 )
-from trio_vllm.transport.channels import FrameReceiver, FrameSender, LabelledFrameReceiver
-from trio_vllm.transport.frontend_startup import Handshake, StartupRun
-from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
-from trio_vllm.transport.zmq_monitor import EngineConnections
+from trio_vllm.transport.address import is_wildcard
+from trio_vllm.transport.channels import (
+    Disconnect,
+    EngineChannels,
+    FollowerChannels,
+    LeaderChannels,
+)
+from trio_vllm.transport.descriptors import PER_CONTEXT, PER_SOCKET, require_descriptors
+from trio_vllm.transport.frontend_startup import Handshake, StartupLimits, StartupRun
+from trio_vllm.transport.zmq_context import SocketType, ZmqContext, heartbeat_options, open_context
+from trio_vllm.transport.zmq_monitor import ConnectionTable
 from trio_vllm.transport.zmq_socket import ZmqSocket
 
-# MERGED transport/_frontend: The frontend's end: bind the sockets, see the engines through their startup, hand out channels.
-#
-# Mirrors ``vllm/v1/engine/core_client.py`` (``MPClient.__init__``) and
-# ``engine-core-client/src/transport.rs``.
+_log = logging.getLogger("trio_vllm.transport")
 
 
 @attrs.frozen(kw_only=True)
@@ -43,6 +54,8 @@ class HandshakeOwner:
     """Engines 0 to ``engine_count - 1`` are expected."""
     host: str = "127.0.0.1"
     """The interface for requests and outputs, as engines can reach it."""
+    bind_host: str | None = None
+    """Where to listen for them, if not at ``host``: ``"0.0.0.0"`` is all interfaces."""
     input_address: str | None = None
     output_address: str | None = None
     """Where to bind for requests and outputs, instead of any port of ``host``; ``ipc://`` maybe."""
@@ -54,6 +67,11 @@ class HandshakeOwner:
     several commands: they must meet somewhere, see `HandshakeInit`."""
     ready_timeout: float = 600.0
     """Seconds that the next message of the startup may take; loading weights counts."""
+    startup_timeout: float = math.inf
+    """Seconds that the whole startup may take."""
+    restart_grace: float = 2.0
+    """Seconds that an engine which leaves during the startup, or registers with what cannot be
+    used, has to come again. For a supervisor that starts engines anew: what that takes."""
     heartbeat_timeout: float = math.inf
     """Seconds after which an engine that does not answer ZeroMQ's heartbeats counts as lost.
 
@@ -66,13 +84,93 @@ class HandshakeOwner:
     def __attrs_post_init__(self) -> None:
         _check_engines(0, self.engine_count, MAX_ENGINES)
         _check_settings(self.parallel_config)
-        _check_seconds("ready_timeout", self.ready_timeout)
-        _check_seconds("heartbeat_timeout", self.heartbeat_timeout)
+        _check_times(self)
+        if is_wildcard(self.host):
+            raise ConfigurationError(
+                f"host {self.host!r} is no address that engines could connect to: say there how"
+                " they reach this machine, and in bind_host on which interfaces to listen"
+            )
+        for address in (self.input_address, self.output_address):
+            if address is not None and is_wildcard(_host_of(address)):
+                raise ConfigurationError(
+                    f"address {address!r} is none that engines could connect to: name the interface"
+                )
 
     @property
     def engine_indices(self) -> range:
         """The expected engines."""
         return range(self.engine_count)
+
+    @asynccontextmanager
+    async def connect(self) -> AsyncIterator[EngineChannels]:
+        """Bind, wait for the engines to start, and give the channels to them.
+
+        Raises:
+          ConfigurationError: An address is unusable; `AddressInUseError` if another process has it.
+            Or the engines run in lockstep, and there is no coordinator.
+          StartupError: An expected engine has not come as far as it must in ``ready_timeout``
+            seconds.
+        """
+        async with _open_sockets(self.engine_count, self.heartbeat_timeout) as sockets:
+            coordination, handshake = self._bind(sockets)
+            run = StartupRun(
+                self.engine_indices,
+                _limits_of(self),
+                requests=sockets.requests,
+                connections=sockets.engines,
+                handshake=handshake,
+            )
+            async with sockets.watch():
+                responses = await run.wait()
+                handshake.socket.close()
+                sockets.tables.remove(handshake.connections)
+                if coordination is None:
+                    self._check_need_of_coordinator(responses)
+                async with (
+                    sockets.disconnects() as disconnects,
+                    running(partial(_drop_all, sockets.requests)),
+                ):
+                    yield sockets.channels(responses, disconnects, coordination)
+
+    def _bind(self, sockets: _Sockets) -> tuple[LeaderChannels | None, Handshake]:
+        """Bind all sockets; last the one that engines dial first."""
+        addresses = EngineAddresses(
+            inputs=[self._bind_and_name(sockets.requests, self.input_address)],
+            outputs=[self._bind_and_name(sockets.outputs, self.output_address)],
+        )
+        broadcasts: ZmqSocket | None = None
+        coordination: LeaderChannels | None = None
+        if self.coordinator:
+            broadcasts, _ = sockets.open(SocketType.XPUB, SMALL_MESSAGES_ONLY)
+            notices, _ = sockets.open(SocketType.PULL, OUTPUTS_BOUNDED)
+            coordination = LeaderChannels(broadcasts, broadcasts, notices)
+            addresses = attrs.evolve(
+                addresses,
+                coordinator_input=self._bind_and_name(broadcasts),
+                coordinator_output=self._bind_and_name(notices),
+            )
+        socket, connections = sockets.open(SocketType.ROUTER, SMALL_MESSAGES_ONLY, of_engines=True)
+        init = HandshakeInit(addresses=addresses, parallel_config=dict(self.parallel_config))
+        encoded = encode_init(init)
+        socket.bind(self.handshake_address)
+        return coordination, Handshake(socket, connections, encoded, broadcasts)
+
+    def _bind_and_name(self, socket: ZmqSocket, address: str | None = None) -> str:
+        """Bind a socket, to any port if no address is given; gives the address to tell engines."""
+        if address is not None:
+            return socket.bind(address)
+        bound = socket.bind(_any_port(self.bind_host or self.host))
+        if self.bind_host is not None:
+            socket.address = _any_port(self.host)[:-1] + bound.rpartition(":")[2]
+        return socket.address
+
+    def _check_need_of_coordinator(self, responses: Mapping[int, EngineCoreReadyResponse]) -> None:
+        in_lockstep = any(response.data_parallel_size > 1 for response in responses.values())
+        if in_lockstep and self.engine_count > 1:
+            raise ConfigurationError(
+                "these engines run in lockstep, so that one would wait for the others for ever:"
+                " HandshakeOwner needs coordinator=True"
+            )
 
 
 @attrs.frozen(kw_only=True)
@@ -95,19 +193,48 @@ class Bootstrapped:
     """Where the supervisor's coordinator publishes; an address that the engines tell comes first."""
     ready_timeout: float = 600.0
     """Seconds that the next registration may take."""
+    startup_timeout: float = math.inf
+    """Seconds that all registrations may take."""
+    restart_grace: float = 2.0
+    """See `HandshakeOwner.restart_grace`."""
     heartbeat_timeout: float = math.inf
     """See `HandshakeOwner.heartbeat_timeout`."""
 
     def __attrs_post_init__(self) -> None:
         size = MAX_ENGINES if self.data_parallel_size is None else self.data_parallel_size
         _check_engines(self.engine_start_index, self.engine_count, min(size, MAX_ENGINES))
-        _check_seconds("ready_timeout", self.ready_timeout)
-        _check_seconds("heartbeat_timeout", self.heartbeat_timeout)
+        _check_times(self)
 
     @property
     def engine_indices(self) -> range:
         """The expected engines."""
         return range(self.engine_start_index, self.engine_start_index + self.engine_count)
+
+    @asynccontextmanager
+    async def connect(self) -> AsyncIterator[EngineChannels]:
+        """Bind, wait for the engines to register, and give the channels to them.
+
+        Raises:
+          ConfigurationError: An address is unusable; `AddressInUseError` if another process has it.
+          StartupError: An expected engine has not registered in ``ready_timeout`` seconds.
+        """
+        async with _open_sockets(self.engine_count, self.heartbeat_timeout) as sockets:
+            sockets.requests.bind(self.input_address, listener=self.input_listener)
+            sockets.outputs.bind(self.output_address, listener=self.output_listener)
+            run = StartupRun(
+                self.engine_indices,
+                _limits_of(self),
+                requests=sockets.requests,
+                connections=sockets.engines,
+            )
+            async with sockets.watch():
+                responses = await run.wait()
+                coordination = _follow(sockets.context, responses, self.coordinator_address)
+                async with (
+                    sockets.disconnects() as disconnects,
+                    running(partial(_drop_all, sockets.requests)),
+                ):
+                    yield sockets.channels(responses, disconnects, coordination)
 
 
 def _check_engines(start: int, count: int, limit: int) -> None:
@@ -126,9 +253,19 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
         raise ConfigurationError(str(error)) from error
 
 
-def _check_seconds(name: str, seconds: float) -> None:
-    if not seconds > 0:
-        raise ConfigurationError(f"{name} must be a positive number of seconds, not {seconds}")
+def _check_times(mode: HandshakeOwner | Bootstrapped) -> None:
+    for name in ("ready_timeout", "startup_timeout", "restart_grace", "heartbeat_timeout"):
+        seconds = getattr(mode, name)
+        if not seconds > 0:
+            raise ConfigurationError(f"{name} must be a positive number of seconds, not {seconds}")
+
+
+def _limits_of(mode: HandshakeOwner | Bootstrapped) -> StartupLimits:
+    return StartupLimits(
+        message=mode.ready_timeout,
+        total=mode.startup_timeout,
+        restart_grace=mode.restart_grace,
+    )
 
 
 REQUEST_LINGER = 0.5
@@ -146,139 +283,105 @@ KEEPALIVE: dict[int, int | bytes] = {
     zmq.TCP_MAXRT: VANISHED_HOST_TIMEOUT * 1000,
 }
 
-REPORTS_ONLY: dict[int, int | bytes] = {zmq.RCVHWM: 10, zmq.MAXMSGSIZE: 1 << 20}
-"""For sockets where an engine has but a few hundred bytes to say, once or twice. Nobody reads the
-input socket after the startup, and anybody can connect to it."""
+SMALL_MESSAGES_ONLY: dict[int, int | bytes] = {zmq.RCVHWM: 10, zmq.MAXMSGSIZE: 1 << 16}
+"""For sockets where an engine sends a few hundred bytes, once or twice. Any process can connect to
+them, and ØMQ counts messages, not their bytes, nor those of a message with many frames that never
+ends: the connection of a peer that sends a larger frame is closed."""
+
+OUTPUTS_BOUNDED: dict[int, int | bytes] = {zmq.RCVHWM: 256}
+"""Messages of each engine that may wait to be received. What an engine sends beyond waits there, as
+it must: a client that is behind would otherwise be ever more so, and handle what it does not want any
+more before what it wants."""
 
 
-@attrs.frozen
-class LeaderChannels:
-    """What the coordinator in our process needs of the engines."""
+@attrs.define
+class _Sockets:
+    """The sockets of a frontend, and their connections."""
 
-    broadcasts: FrameSender
-    subscriptions: FrameReceiver
-    """Tells of engines whose connection to the broadcasts is new."""
-    notices: FrameReceiver
+    context: ZmqContext
+    options: Mapping[int, int | bytes]
+    """For all of them."""
+    tables: list[ConnectionTable] = attrs.field(factory=list, init=False)
+    requests: ZmqSocket = attrs.field(init=False)
+    engines: ConnectionTable = attrs.field(init=False)
+    """The connections of ``requests``."""
+    outputs: ZmqSocket = attrs.field(init=False)
 
+    def __attrs_post_init__(self) -> None:
+        self.requests, self.engines = self.open(
+            SocketType.ROUTER, SMALL_MESSAGES_ONLY, linger=REQUEST_LINGER, of_engines=True
+        )
+        self.outputs, _ = self.open(SocketType.PULL, OUTPUTS_BOUNDED)
 
-@attrs.frozen
-class FollowerChannels:
-    """What there is to know of a coordinator in another process."""
+    def open(
+        self,
+        socket_type: SocketType,
+        options: Mapping[int, int | bytes] | None = None,
+        *,
+        linger: float = 0.0,
+        of_engines: bool = False,
+    ) -> tuple[ZmqSocket, ConnectionTable]:
+        """Make a socket to be bound, whose connections are watched."""
+        socket = self.context.socket(socket_type, linger=linger)
+        socket.set_options({**self.options, **(options or {})})
+        table = self.context.track_connections(socket, of_engines=of_engines)
+        self.tables.append(table)
+        return socket, table
 
-    publications: FrameReceiver
-    notices: FrameSender
+    @asynccontextmanager
+    async def watch(self) -> AsyncIterator[None]:
+        """Keep the tables of connections up to date while the block runs."""
+        async with running(*(table.run for table in self.tables)):
+            yield
 
+    @asynccontextmanager
+    async def disconnects(self) -> AsyncIterator[trio.abc.ReceiveChannel[Disconnect]]:
+        """Give the disconnects of all sockets in one channel."""
+        send, receive = trio.open_memory_channel[Disconnect](math.inf)
 
-@attrs.frozen
-class EngineChannels:
-    """What a client needs of its connected engines."""
+        async def forward(table: ConnectionTable) -> None:
+            async for disconnect in table:
+                send.send_nowait(disconnect)
 
-    input_address: str
-    output_address: str
-    ready_responses: Mapping[int, EngineCoreReadyResponse]
-    """What each engine told of itself, by engine index."""
-    requests: FrameSender
-    """Messages to engines; the first frame is the engine id. Never blocks."""
-    outputs: LabelledFrameReceiver
-    """Messages of all engines."""
-    losses: trio.abc.ReceiveChannel[int]
-    """The index of each engine whose connection breaks."""
-    coordination: LeaderChannels | FollowerChannels | None = None
+        async with running(*(partial(forward, table) for table in self.tables)):
+            yield receive
+
+    def channels(
+        self,
+        responses: Mapping[int, EngineCoreReadyResponse],
+        disconnects: trio.abc.ReceiveChannel[Disconnect],
+        coordination: LeaderChannels | FollowerChannels | None,
+    ) -> EngineChannels:
+        """What the client gets."""
+        return EngineChannels(
+            input_address=self.requests.address,
+            output_address=self.outputs.address,
+            ready_responses=responses,
+            requests=self.requests,
+            outputs=self.outputs,
+            disconnects=disconnects,
+            coordination=coordination,
+        )
 
 
 @asynccontextmanager
-async def open_frontend(mode: HandshakeOwner | Bootstrapped) -> AsyncIterator[EngineChannels]:
-    """Bind, wait for the engines to start, and give the channels to them.
-
-    Raises:
-      ConfigurationError: An address is unusable; `AddressInUseError` if somebody else has it. Or
-        the engines run in lockstep, and there is no coordinator.
-      StartupError: An expected engine has not come as far as it must in ``ready_timeout`` seconds.
-    """
-    async with open_context(io_threads=2) as context:
-        requests = context.socket(SocketType.ROUTER, linger=REQUEST_LINGER)
-        heartbeats = _heartbeats(mode.heartbeat_timeout)
-        requests.set_options({**KEEPALIVE, **REPORTS_ONLY, **heartbeats})
-        connections = EngineConnections(context.open_monitor(requests))
-        outputs = context.socket(SocketType.PULL)
-        outputs.set_options(KEEPALIVE)
-        handshake: Handshake | None = None
-        coordination: LeaderChannels | FollowerChannels | None = None
-        if isinstance(mode, HandshakeOwner):
-            addresses = _bind(mode, requests, outputs)
-            broadcasts: ZmqSocket | None = None
-            if mode.coordinator:
-                broadcasts, notices = (
-                    context.socket(SocketType.XPUB),
-                    context.socket(SocketType.PULL),
-                )
-                addresses = _bind_coordinator(mode, addresses, broadcasts, notices)
-                coordination = LeaderChannels(broadcasts, broadcasts, notices)
-            handshake = _bind_handshake(mode, context, addresses, broadcasts)
-        else:
-            requests.bind(mode.input_address, listener=mode.input_listener)
-            outputs.bind(mode.output_address, listener=mode.output_listener)
-        run = StartupRun(
-            mode.engine_indices,
-            timeout=mode.ready_timeout,
-            requests=requests,
-            connections=connections,
-            handshake=handshake,
-        )
-        responses = await run.wait()
-        if handshake is not None:
-            handshake.socket.close()
-        if isinstance(mode, Bootstrapped):
-            coordination = _follow(mode, context, responses)
-        elif coordination is None:
-            _check_need_of_coordinator(mode, responses)
-        links = (requests.address, outputs.address, responses, requests, outputs, connections)
-        yield EngineChannels(*links, coordination)
-
-
-def _bind(mode: HandshakeOwner, requests: ZmqSocket, outputs: ZmqSocket) -> EngineAddresses:
-    """Bind the two sockets that every frontend has."""
-    return EngineAddresses(
-        inputs=[requests.bind(mode.input_address or _any_port(mode.host))],
-        outputs=[outputs.bind(mode.output_address or _any_port(mode.host))],
-    )
-
-
-def _bind_coordinator(
-    mode: HandshakeOwner, addresses: EngineAddresses, broadcasts: ZmqSocket, notices: ZmqSocket
-) -> EngineAddresses:
-    """Bind the coordinator's sockets, and add their addresses."""
-    for socket in (broadcasts, notices):
-        socket.set_options(KEEPALIVE)
-    return attrs.evolve(
-        addresses,
-        coordinator_input=broadcasts.bind(_any_port(mode.host)),
-        coordinator_output=notices.bind(_any_port(mode.host)),
-    )
-
-
-def _bind_handshake(
-    mode: HandshakeOwner,
-    context: ZmqContext,
-    addresses: EngineAddresses,
-    broadcasts: ZmqSocket | None,
-) -> Handshake:
-    """Bind what engines dial; the last, for then they come."""
-    socket = context.socket(SocketType.ROUTER)
-    socket.set_options({**KEEPALIVE, **REPORTS_ONLY})
-    connections = EngineConnections(context.open_monitor(socket))
-    init = HandshakeInit(addresses=addresses, parallel_config=dict(mode.parallel_config))
-    encoded = encode_init(init)
-    socket.bind(mode.handshake_address)
-    return Handshake(socket, connections, encoded, broadcasts)
+async def _open_sockets(engine_count: int, heartbeat_timeout: float) -> AsyncIterator[_Sockets]:
+    # Each engine connects to five sockets at most: the handshake's, input, output, and two of the
+    # coordinator.
+    need = PER_CONTEXT + 5 * (PER_SOCKET + engine_count)
+    require_descriptors(need, f"connections to {engine_count} engines")
+    async with open_context() as context:
+        yield _Sockets(context, {**KEEPALIVE, **heartbeat_options(heartbeat_timeout)})
 
 
 def _follow(
-    mode: Bootstrapped, context: ZmqContext, responses: Mapping[int, EngineCoreReadyResponse]
+    context: ZmqContext,
+    responses: Mapping[int, EngineCoreReadyResponse],
+    default_address: str | None,
 ) -> FollowerChannels | None:
     """Subscribe to the coordinator's publications, if there is one."""
     told = (response.dp_stats_address for response in responses.values())
-    address = next((address for address in told if address is not None), mode.coordinator_address)
+    address = next((address for address in told if address is not None), default_address)
     if address is None:
         return None
     socket = context.socket(SocketType.XSUB)
@@ -288,24 +391,20 @@ def _follow(
     return FollowerChannels(socket, socket)
 
 
-def _check_need_of_coordinator(
-    mode: HandshakeOwner, responses: Mapping[int, EngineCoreReadyResponse]
-) -> None:
-    in_lockstep = any(response.data_parallel_size > 1 for response in responses.values())
-    if in_lockstep and mode.engine_count > 1:
-        raise ConfigurationError(
-            "these engines run in lockstep, so that one would wait for the others for ever:"
-            " HandshakeOwner needs coordinator=True"
-        )
+async def _drop_all(socket: ZmqSocket) -> None:
+    """Task: receive what comes where nothing is expected, so that it is not kept."""
+    is_logged = False
+    while True:
+        await socket.receive_batch(10)
+        if not is_logged:
+            is_logged = True
+            _log.warning("what came to %s after the startup was dropped", socket.address)
+
+
+def _host_of(address: str) -> str:
+    scheme, _, rest = address.partition("://")
+    return rest.rpartition(":")[0] if scheme == "tcp" else scheme
 
 
 def _any_port(host: str) -> str:
     return f"tcp://[{host}]:0" if ":" in host and not host.startswith("[") else f"tcp://{host}:0"
-
-
-def _heartbeats(timeout: float) -> dict[int, int | bytes]:
-    """Options that break the connection to who has been silent for so many seconds."""
-    if timeout == math.inf:
-        return {}
-    half = max(round(timeout * 500), 1)  # milliseconds: of sending one, and of waiting for it
-    return {zmq.HEARTBEAT_IVL: half, zmq.HEARTBEAT_TIMEOUT: half}

@@ -6,23 +6,25 @@ import enum
 import logging
 import struct
 from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
 
 import attrs
 import trio
 import zmq
 
-from trio_vllm.transport.channels import Frames
+from trio_vllm.concurrency import Waker
+from trio_vllm.transport.channels import Disconnect, Frames
 from trio_vllm.transport.zmq_socket import ZmqSocket
-
-# MERGED transport/_connections: Which engine is at the other end of each connection of a bound socket, and which one is lost.
-# MERGED transport/_outgoing: One connection that we make, and what its monitor tells of it.
-
 
 EVENT_HEAD = struct.Struct("=HI")
 """An event's first frame: its number and its value. The second one is the address."""
 
 
-MANY = 10_000
+POLL_INTERVAL = 0.005
+"""Seconds between two looks whether a socket has ended, if another task waits for its events."""
+
+MAX_EVENTS = 10_000
 """Events taken at once; more than any socket has connections that change at a time."""
 
 
@@ -99,6 +101,15 @@ class PeerMonitor(trio.abc.ReceiveChannel[PeerEvent]):
             raise trio.EndOfChannel
         return event
 
+    async def wait_pending(self) -> None:
+        """Wait until there are events for `receive_pending`.
+
+        Raises:
+          trio.BusyResourceError: Another task is receiving.
+          trio.ClosedResourceError: The monitor is closed.
+        """
+        await self._source.wait_receivable()
+
     def receive_pending(self) -> list[PeerEvent]:
         """Give the events that have happened and were not received, maybe none.
 
@@ -106,13 +117,24 @@ class PeerMonitor(trio.abc.ReceiveChannel[PeerEvent]):
           trio.ClosedResourceError: The monitor is closed, or the events had ended before.
         """
         try:
-            batch = self._source.receive_batch_nowait(MANY)
+            received = self._source.receive_batch_nowait(MAX_EVENTS)
         except trio.WouldBlock:
             return []
-        events = [event for event in map(_decode, batch) if event is not None]
-        if len(events) < len(batch):  # the watched socket was closed
+        events = [event for frames, _ in received if (event := _decode(frames)) is not None]
+        if len(events) < len(received):  # the watched socket was closed
             self.close()
         return events
+
+    async def wait_ended(self) -> None:
+        """Wait until the watched socket is closed and its last messages are out, or given up."""
+        await trio.lowlevel.checkpoint()
+        with suppress(trio.ClosedResourceError):
+            while True:
+                self.receive_pending()
+                try:
+                    await self.wait_pending()
+                except trio.BusyResourceError:  # the other task may be the one that sees the end
+                    await trio.sleep(POLL_INTERVAL)
 
     def close(self) -> None:
         """Watch no longer; idempotent."""
@@ -135,96 +157,153 @@ def _decode(frames: Frames) -> PeerEvent | None:
     return PeerEvent(kind, value if kind in HAVE_DESCRIPTOR else None, address.decode())
 
 
-class EngineConnections(trio.abc.ReceiveChannel[int]):
-    """A channel of the engines whose connection broke, by index.
+@attrs.define(eq=False)
+class Connection:
+    """One accepted connection of a bound socket."""
 
-    ØMQ tells only the descriptor of a broken connection, so each engine's is kept from a message
-    that came by it. The number may be given to another connection afterwards, so it is forgotten
-    with the loss.
+    number: int
+    is_open: bool = True
+    is_announced: bool = True
+    """Whether ØMQ has told of its beginning: of a short one, it may tell the end first."""
+    has_spoken: bool = False
+    """Whether a message came by it."""
+    engine_index: int | None = None
+    """Whose it is, if that engine has said so."""
+
+
+class ConnectionTable(trio.abc.ReceiveChannel[Disconnect]):
+    """The accepted connections of a bound socket, and a channel of those that broke.
+
+    ØMQ knows a connection by its descriptor, which is used again for another one. Here each gets a
+    number when ØMQ tells of its beginning, which is before a message can come by it. Its end may be
+    told before the last message by it was received, so a broken connection is kept until its
+    descriptor is used again.
+
+    A break is told once it is known to be of interest: for a socket where engines register
+    (``of_engines``) when the connection's engine is known, else when a message has come by it.
     """
 
-    def __init__(self, monitor: PeerMonitor) -> None:
+    def __init__(
+        self, monitor: PeerMonitor, numbers: Iterator[int], *, of_engines: bool = False
+    ) -> None:
         self._monitor = monitor
-        self._engine_of: dict[int, int | None] = {}
-        self._open: set[int] = set()
-        self._broken: set[int] = set()  # whose number is not in use again
-        self._lost: deque[int] = deque()
-        self._waiting = trio.CancelScope()
-        # Two threads of ØMQ tell of the beginning and the end, so a short one may end first.
-        self._ended_early: set[int] = set()
-        self._mute: set[int] = set()  # the broken ones nothing had come by
-        self._earlier_mute = 0  # those whose number is in use again
+        self._numbers = numbers
+        self._of_engines = of_engines
+        self._newest: dict[int, Connection] = {}  # by descriptor
+        self._connections: dict[int, Connection] = {}  # by number
+        self._disconnects: deque[Disconnect] = deque()
+        self._waker = Waker()
+        self._is_closed = False
 
     @property
-    def silent_count(self) -> int:
-        """How many connections nothing has come by."""
-        self._take_pending()
-        return len(self._open - self._engine_of.keys())
+    def connection_count(self) -> int:
+        """How many connections there have been."""
+        self.process_events()
+        return len(self._connections)
 
     @property
-    def mute_count(self) -> int:
-        """How many connections ended before anything came by them: of those who do not speak ØMQ."""
-        self._take_pending()
-        return self._earlier_mute + len(self._mute)
+    def idle_connections(self) -> int:
+        """How many open connections no message has come by."""
+        self.process_events()
+        return sum(c.is_open and not c.has_spoken for c in self._connections.values())
 
-    def watch(self, engine_index: int | None, descriptor: int) -> None:
-        """A message came by this connection; from an engine, or from we do not know whom."""
-        self._take_pending()
-        self._mute.discard(descriptor)
-        previous = self._engine_of.get(descriptor)
-        if descriptor in self._broken:
-            self._lose(engine_index)
-        elif previous is None:
-            self._engine_of[descriptor] = engine_index
-        elif engine_index not in (None, previous):
-            self._engine_of[descriptor] = engine_index
-            self._lose(previous)
+    @property
+    def non_zmq_connections(self) -> int:
+        """How many connections ended before a message came by: of peers that do not speak ØMQ."""
+        self.process_events()
+        return sum(not c.is_open and not c.has_spoken for c in self._connections.values())
 
-    def _take_pending(self) -> None:
-        # The monitor has told of the beginning of a connection before a message can come by it.
-        for event in self._monitor.receive_pending():
-            self._take(event)
+    async def run(self) -> None:
+        """Task: follow the monitor until the socket is closed."""
+        with suppress(trio.ClosedResourceError):
+            while True:
+                # To receive an event here would take it across a checkpoint, in which a message of
+                # the new connection could be received.
+                await self._monitor.wait_pending()
+                self.process_events()
 
-    def _take(self, event: PeerEvent) -> None:
-        descriptor = event.descriptor
-        if event.kind is PeerEventKind.ACCEPTED and descriptor is not None:
-            if descriptor in self._ended_early:
-                self._ended_early.remove(descriptor)
-                return
-            self._open.add(descriptor)
-            self._broken.discard(descriptor)
-            self._reuse(descriptor)
-        elif event.kind is PeerEventKind.DISCONNECTED and descriptor is not None:
-            if descriptor not in self._open:
-                self._ended_early.add(descriptor)
-            self._open.discard(descriptor)
-            self._broken.add(descriptor)
-            if descriptor not in self._engine_of:
-                self._reuse(descriptor)
-                self._mute.add(descriptor)
-            self._lose(self._engine_of.pop(descriptor, None))
+    def process_events(self) -> None:
+        """Take in what the monitor has told until now."""
+        with suppress(trio.ClosedResourceError):
+            for event in self._monitor.receive_pending():
+                self._process(event)
 
-    def _reuse(self, descriptor: int) -> None:
-        """The number is that of another connection than before."""
-        if descriptor in self._mute:
-            self._mute.remove(descriptor)
-            self._earlier_mute += 1
+    def number_of(self, descriptor: int) -> int | None:
+        """The number of the connection by which a message came."""
+        connection = self._newest.get(descriptor)
+        if connection is None:
+            return None
+        if not connection.has_spoken:
+            connection.has_spoken = True
+            if not connection.is_open and not self._of_engines:
+                self._tell(Disconnect(connection=connection.number))
+        return connection.number
 
-    def _lose(self, engine_index: int | None) -> None:
-        if engine_index is not None:
-            self._lost.append(engine_index)
-            self._waiting.cancel()
+    def identify(self, number: int | None, engine_index: int) -> None:
+        """Note whose a connection is, which an engine has said by a message."""
+        connection = None if number is None else self._connections.get(number)
+        if connection is None or connection.engine_index == engine_index:
+            return
+        previous, connection.engine_index = connection.engine_index, engine_index
+        if previous is not None:
+            self._tell(Disconnect(engine_index=previous))
+        if not connection.is_open:
+            self._tell(Disconnect(engine_index=engine_index))
 
-    async def receive(self) -> int:
-        """Wait for the next loss; gives the engine's index. Cancelling loses none."""
+    def _process(self, event: PeerEvent) -> None:
+        if event.descriptor is None:
+            return
+        if event.kind is PeerEventKind.ACCEPTED:
+            self._begin(event.descriptor)
+        elif event.kind is PeerEventKind.DISCONNECTED:
+            self._end(event.descriptor)
+
+    def _begin(self, descriptor: int) -> None:
+        newest = self._newest.get(descriptor)
+        if newest is not None and not newest.is_announced:
+            newest.is_announced = True
+        else:
+            self._add(descriptor)
+
+    def _end(self, descriptor: int) -> None:
+        connection = self._newest.get(descriptor)
+        if connection is None or not connection.is_open:
+            connection = self._add(descriptor)
+            connection.is_announced = False
+        connection.is_open = False
+        if self._of_engines:
+            if connection.engine_index is not None:
+                self._tell(Disconnect(engine_index=connection.engine_index))
+        elif connection.has_spoken:
+            self._tell(Disconnect(connection=connection.number))
+
+    def _add(self, descriptor: int) -> Connection:
+        connection = Connection(next(self._numbers))
+        self._newest[descriptor] = connection
+        self._connections[connection.number] = connection
+        return connection
+
+    def _tell(self, disconnect: Disconnect) -> None:
+        self._disconnects.append(disconnect)
+        self._waker.wake()
+
+    async def receive(self) -> Disconnect:
+        """Wait for the next break. `run` must run meanwhile.
+
+        Cancellation:
+          Loses none.
+        """
         await trio.lowlevel.checkpoint()
-        while not self._lost:
-            with trio.CancelScope() as self._waiting:
-                self._take(await self._monitor.receive())
-        return self._lost.popleft()
+        while not self._disconnects:
+            if self._is_closed:
+                raise trio.ClosedResourceError("the connections are watched no longer")
+            await self._waker.wait()
+        return self._disconnects.popleft()
 
     async def aclose(self) -> None:
         """Watch no longer."""
+        self._is_closed = True
+        self._waker.wake()
         await self._monitor.aclose()
 
 

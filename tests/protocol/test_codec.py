@@ -1,10 +1,11 @@
-"""The building blocks of the wire forms."""
+"""Codecs of scalars and containers, and those that are derived from classes."""
 
 from __future__ import annotations
 
 import math
 from array import array
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import attrs
 import numpy as np
@@ -26,31 +27,37 @@ from trio_vllm.protocol.codec import (
     U64S,
     Codec,
     CodecError,
+    UInt32,
+    UInt64,
+    codec_from,
     enumeration,
     integer,
+    known_string,
     list_of,
     map_of,
     number,
-    one_of,
     optional,
-    read_write,
 )
 from trio_vllm.protocol.msgpack import pack, unpack
 from trio_vllm.protocol.multimodal import FIELD
 from trio_vllm.protocol.output import ENGINE_CORE_OUTPUT
-from trio_vllm.protocol.request import POOLING_PARAMS, REQUEST_FIELDS, EngineCoreRequest
-from trio_vllm.protocol.sampling import (
-    REPETITION_DETECTION,
-    SAMPLING_FIELDS,
-    SAMPLING_PARAMS,
-    RepetitionDetectionParams,
+from trio_vllm.protocol.request import EngineCoreRequest
+from trio_vllm.protocol.sampling import RepetitionDetectionParams
+from trio_vllm.protocol.stats import PrefillStats, SchedulerStats
+from trio_vllm.protocol.structs import (
+    REQUIRED,
+    Key,
+    as_array,
+    as_map,
+    codec_of,
+    defaults_of,
+    fields_of,
+    index_of,
 )
-from trio_vllm.protocol.stats import PREFILL_STATS, SCHEDULER_STATS, PrefillStats, SchedulerStats
-from trio_vllm.protocol.structs import array_struct, map_struct
 
 
 @pytest.mark.parametrize(
-    ("form", "good", "bad"),
+    ("codec", "good", "bad"),
     [
         (U32, [0, 2**32 - 1], [-1, 2**32, True, 1.0, None, "1", np.int64(1), 10**5000]),
         (I64, [-(2**63), 2**63 - 1], [2**63, -(2**63) - 1]),
@@ -66,14 +73,14 @@ from trio_vllm.protocol.structs import array_struct, map_struct
         (optional(STR), [None, "a"], [1]),
     ],
 )
-def test_scalars_and_containers(form: Codec[Any], good: list[Any], bad: list[Any]) -> None:
+def test_scalars_and_containers(codec: Codec[Any], good: list[Any], bad: list[Any]) -> None:
     for value in good:
-        assert same(value, form.decode(form.encode(value, []), []))
+        assert same(value, codec.decode(codec.encode(value, []), []))
     for value in bad:
         with pytest.raises(CodecError):
-            form.decode(value, [])
+            codec.decode(value, [])
         with pytest.raises(CodecError):
-            form.encode(value, [])
+            codec.encode(value, [])
 
 
 def test_integers_are_numbers() -> None:
@@ -99,24 +106,24 @@ def test_other_kinds_are_refused(values: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "read", "written", "refused"),
+    ("codec", "read", "written", "refused"),
     [
         (number(0, 1), [2.0, math.nan], [0.0, 1, 0.5], [-0.1, 1.1, math.nan, math.inf]),
         (FINITE, [math.nan], [0.0, -1e308], [math.nan, math.inf, -math.inf]),
-        (one_of("a", "b"), ["c"], ["a"], ["c", "", 1]),
-        (read_write(U32, integer(1, 9)), [0, 10], [1, 9], [0, 10]),
+        (known_string("a", "b"), ["c"], ["a"], ["c", "", 1]),
+        (codec_from(decode=U32, encode=integer(1, 9)), [0, 10], [1, 9], [0, 10]),
     ],
 )
 def test_writing_is_stricter_than_reading(
-    form: Codec[Any], read: list[Any], written: list[Any], refused: list[Any]
+    codec: Codec[Any], read: list[Any], written: list[Any], refused: list[Any]
 ) -> None:
     for value in read:
-        form.decode(value, [])
+        codec.decode(value, [])
     for value in written:
-        form.encode(value, [])
+        codec.encode(value, [])
     for value in refused:
         with pytest.raises(CodecError):
-            form.encode(value, [])
+            codec.encode(value, [])
 
 
 def deep(levels: int) -> Any:
@@ -141,9 +148,9 @@ def test_keys_of_free_values() -> None:
         (ANY, {2**64: 1}),
         (ANY_MAP, {"a": [{1: 2}]}),
     ]
-    for form, value in refused:
+    for codec, value in refused:
         with pytest.raises(CodecError):
-            form.encode(value, [])
+            codec.encode(value, [])
 
 
 @pytest.mark.parametrize(
@@ -165,10 +172,10 @@ def test_text_of_an_error_is_short(value: Any, text: str) -> None:
 
 
 def test_path_of_an_error() -> None:
-    form = map_of(STR, list_of(map_of(U32, BOOL)))
+    codec = map_of(STR, list_of(map_of(U32, BOOL)))
 
     with pytest.raises(CodecError) as caught:
-        form.decode({"a": [{}, {7: 1}]}, [])
+        codec.decode({"a": [{}, {7: 1}]}, [])
 
     assert caught.value.where == "['a'][1][7]"
     assert str(caught.value) == "['a'][1][7] must be a boolean, not 1"
@@ -176,32 +183,47 @@ def test_path_of_an_error() -> None:
 
 @attrs.define
 class Point:
-    x: int
-    y: int = 5
-    label: str | None = None
+    x: UInt32
+    y: UInt32 = 5
+    label: Annotated[str | None, Key("_label")] = None
     tags: list[str] = attrs.field(factory=list)
 
 
-FIELDS: dict[str, Codec[Any]] = {"x": U32, "y": U32, "label": optional(STR), "tags": list_of(STR)}
-AS_ARRAY = array_struct(Point, 1, FIELDS)
-AS_MAP = map_struct(Point, FIELDS, required=("x",), keys={"label": "_label"})
-SPARSE = map_struct(Point, FIELDS, omit_defaults=True)
+@as_array()
+@attrs.define
+class ArrayPoint(Point):
+    pass
+
+
+@as_map(omit_defaults=True)
+@attrs.define
+class SparsePoint(Point):
+    pass
+
+
+AS_ARRAY = codec_of(ArrayPoint)
+AS_MAP = codec_of(Point)
+SPARSE = codec_of(SparsePoint)
 
 
 def test_structs() -> None:
-    bare, full = Point(1), Point(1, 2, "l", ["t"])
+    """A class travels as an array, a map or a map without defaults, and fields have keys."""
+    full = 1, 2, "l", ["t"]
 
-    assert AS_ARRAY.encode(bare, []) == [1, 5, None, []]
-    assert AS_ARRAY.encode(full, []) == [1, 2, "l", ["t"]]
-    assert AS_MAP.encode(bare, []) == {"x": 1, "y": 5, "_label": None, "tags": []}
-    assert SPARSE.encode(bare, []) == {"x": 1, "tags": []}
-    assert AS_ARRAY.decode([1], []) == AS_MAP.decode({"x": 1}, []) == bare
-    assert AS_ARRAY.decode([1, 2, "l", ["t"], "new", {}], []) == full
-    assert AS_MAP.decode({"x": 1, "y": 2, "_label": "l", "tags": ["t"], "new": 1, 7: 8}, []) == full
+    assert AS_ARRAY.encode(ArrayPoint(1), []) == [1, 5, None, []]
+    assert AS_ARRAY.encode(ArrayPoint(*full), []) == list(full)
+    assert AS_MAP.encode(Point(1), []) == {"x": 1, "y": 5, "_label": None, "tags": []}
+    assert SPARSE.encode(SparsePoint(1), []) == {"x": 1, "tags": []}
+    assert AS_ARRAY.decode([1], []) == ArrayPoint(1)
+    assert AS_MAP.decode({"x": 1}, []) == Point(1)
+    assert AS_ARRAY.decode([*full, "new", {}], []) == ArrayPoint(*full)
+    assert AS_MAP.decode(
+        {"x": 1, "y": 2, "_label": "l", "tags": ["t"], "new": 1, 7: 8}, []
+    ) == Point(*full)
 
 
 @pytest.mark.parametrize(
-    ("form", "raw", "where"),
+    ("codec", "raw", "where"),
     [
         (AS_ARRAY, [], ""),
         (AS_ARRAY, {}, ""),
@@ -218,55 +240,137 @@ def test_structs() -> None:
         (AS_MAP, {"x": 1, "_label": 3}, "label"),
     ],
 )
-def test_bad_structs(form: Codec[Point], raw: Any, where: str) -> None:
+def test_bad_structs(codec: Codec[Point], raw: Any, where: str) -> None:
     with pytest.raises(CodecError) as caught:
-        form.decode(raw, [])
+        codec.decode(raw, [])
 
     assert where == caught.value.where
 
 
-@pytest.mark.parametrize("form", [AS_ARRAY, AS_MAP, SPARSE])
-def test_values_of_structs_are_checked(form: Codec[Point]) -> None:
+@pytest.mark.parametrize("cls", [ArrayPoint, Point, SparsePoint])
+def test_values_of_structs_are_checked(cls: Any) -> None:
+    """Each field is checked, and the error has its path."""
     for value, where in (
         (None, ""),
         ([1], ""),
-        (Point("1"), "x"),  # type: ignore[arg-type]
-        (Point(1, None), "y"),  # type: ignore[arg-type]
-        (Point(1, label=2), "label"),  # type: ignore[arg-type]
-        (Point(1, tags=["a", 2]), "tags[1]"),  # type: ignore[list-item]
+        (cls("1"), "x"),
+        (cls(1, None), "y"),
+        (cls(1, label=2), "label"),
+        (cls(1, tags=["a", 2]), "tags[1]"),
     ):
         with pytest.raises(CodecError) as caught:
-            form.encode(value, [])  # type: ignore[arg-type]
-        assert where == caught.value.where
+            codec_of(cls).encode(value, [])
+        assert caught.value.where == where
 
 
-def test_form_must_name_the_fields_of_its_class() -> None:
-    with pytest.raises(TypeError, match="declares"):
-        array_struct(Point, 1, {"x": U32})
+@attrs.define
+class Everything:
+    """A field of every type of which a codec follows."""
+
+    text: str
+    flag: bool
+    number: float
+    reason: FinishReason
+    free: Any
+    ids: Sequence[UInt32]
+    big: list[UInt64]
+    counts: dict[str, UInt64]
+    bias: Mapping[UInt32, float]
+    points: list[Point]
+    nested: dict[str, list[Point] | None]
+    positive: Annotated[int, integer(1, 9)] | None
+    here: Annotated[bool, REQUIRED] = False
+
+
+def test_types_of_which_a_codec_follows() -> None:
+    """Annotations are enough, and those of integers name a width."""
+    raw = {
+        "text": "a",
+        "flag": True,
+        "number": 0.5,
+        "reason": 1,
+        "free": [{"a": None}],
+        "ids": [1],
+        "big": [2**64 - 1],
+        "counts": {"a": 1},
+        "bias": {1: 0.5},
+        "points": [{"x": 1, "y": 5, "_label": None, "tags": []}],
+        "nested": {"a": None, "b": []},
+        "positive": 9,
+        "here": False,
+    }
+    codec = codec_of(Everything)
+    value = codec.decode(raw, [])
+
+    assert value.reason is FinishReason.LENGTH
+    assert value.points == [Point(1)]
+    assert codec.encode(value, []) == raw
+    for name, bad in (
+        ("ids", [2**32]),
+        ("big", [-1]),
+        ("counts", {"a": -1}),
+        ("bias", {"a": 1.0}),
+        ("points", [{}]),
+        ("nested", {"b": [None]}),
+        ("positive", 10),
+    ):
+        with pytest.raises(CodecError, match=rf"^{name}"):
+            codec.decode(raw | {name: bad}, [])
+    for name in raw:
+        with pytest.raises(CodecError, match=f"must have the key '{name}'"):
+            codec.decode({key: item for key, item in raw.items() if key != name}, [])
+
+
+@attrs.define
+class WithoutWidth:
+    number: int
+
+
+@attrs.define
+class WithoutRule:
+    value: int | str
+
+
+@pytest.mark.parametrize("cls", [WithoutWidth, WithoutRule, object])
+def test_types_of_which_no_codec_follows(cls: type[Any]) -> None:
+    """The error says what to do, as soon as the codec is asked for."""
+    with pytest.raises(TypeError, match="name one with Annotated"):
+        codec_of(cls)
+
+
+def test_a_codec_is_derived_once() -> None:
+    """Asking again gives the same."""
+    assert codec_of(Point) is AS_MAP
+
+
+def test_positions_and_defaults_follow_the_declaration() -> None:
+    """Who reads or writes single elements of an array asks the class for them."""
+    assert defaults_of(ArrayPoint) == [attrs.NOTHING, 5, None, []]
+    assert [index_of(ArrayPoint, name) for name in ("x", "y", "label", "tags")] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
-    ("value", "form"),
+    "value",
     [
-        (SamplingParams(), SAMPLING_PARAMS),
-        (PoolingParams(), POOLING_PARAMS),
-        (RepetitionDetectionParams(), REPETITION_DETECTION),
-        (SchedulerStats(), SCHEDULER_STATS),
-        (PrefillStats(), PREFILL_STATS),
+        SamplingParams(),
+        PoolingParams(),
+        RepetitionDetectionParams(),
+        SchedulerStats(),
+        PrefillStats(),
     ],
 )
-def test_defaults_fit_their_forms(value: Any, form: Codec[Any]) -> None:
-    assert same(value, form.decode(form.encode(value, []), []))
+def test_defaults_fit_their_codecs(value: Any) -> None:
+    """A value of nothing but defaults is written and read again."""
+    codec: Codec[Any] = codec_of(type(value))
+    assert same(value, codec.decode(codec.encode(value, []), []))
 
 
-@pytest.mark.parametrize(
-    ("cls", "fields"), [(SamplingParams, SAMPLING_FIELDS), (EngineCoreRequest, REQUEST_FIELDS)]
-)
-def test_every_default_is_written_as_it_is(cls: type[Any], fields: dict[str, Codec[Any]]) -> None:
+@pytest.mark.parametrize("cls", [SamplingParams, EngineCoreRequest])
+def test_every_default_is_written_as_it_is(cls: type[Any]) -> None:
     """Since what has its default is skipped."""
-    for attribute in attrs.fields(cls):
-        if attribute.default is not attrs.NOTHING and attribute.default != ():
-            assert attribute.default == fields[attribute.name].encode(attribute.default, [])
+    for field in fields_of(cls):
+        if field.default is not attrs.NOTHING and field.default != ():
+            assert field.codec.encode(field.default, []) == field.default
 
 
 def test_shortest_output() -> None:
