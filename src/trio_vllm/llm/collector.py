@@ -357,7 +357,7 @@ def _remotely_cached_tokens(params: EngineCoreSamplingParams | None) -> int | No
 def _cut(logprobs: Logprobs, count: int | None, token_ids: Sequence[int] | None) -> Logprobs:
     """The columns that were asked for, and that of the token itself; a negative count is all."""
     if count is None:
-        count = len(token_ids or ())
+        count = 0 if token_ids is None else len(token_ids)
     narrow = logprobs if count < 0 else logprobs.cut(count + 1)
     if narrow is logprobs:
         return logprobs

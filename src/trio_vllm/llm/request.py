@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from trio_vllm.client.token_ids import as_token_ids
 from trio_vllm.errors import InvalidFieldError
 from trio_vllm.protocol import (
     EngineCoreRequest,
@@ -18,45 +19,64 @@ from trio_vllm.protocol import (
 )
 
 
-@attrs.frozen(kw_only=True, eq=False)
+def _has_class(expected: type) -> Any:
+    """A validator that says in a sentence what to give."""
+
+    def validate(request: PromptRequest, attribute: attrs.Attribute[Any], value: object) -> None:
+        if not isinstance(value, expected):
+            name = expected.__name__.removeprefix("EngineCore")
+            got = f"a {type(value).__name__}"
+            raise TypeError(
+                f"{attribute.name} of request {request.request_id!r} must be {name}(…), not {got}"
+            )
+
+    return validate
+
+
+@attrs.frozen(eq=False)
 class PromptRequest:
     """Fields of both kinds of request; mirrors ``GenerateRequest`` of ``rust/src/llm``."""
 
-    request_id: str | None = None
+    prompt_token_ids: Sequence[int] = attrs.field(converter=as_token_ids)
+    """Any iterable of integers; may be given by position."""
+    request_id: str | None = attrs.field(default=None, kw_only=True)
     """The caller's id; None lets `Llm` choose one. It need not be unique unless randomisation is
     off."""
-    prompt_token_ids: Sequence[int]
-    mm_features: list[MultiModalFeatureSpec] | None = None
-    arrival_time: float | None = None
+    mm_features: list[MultiModalFeatureSpec] | None = attrs.field(default=None, kw_only=True)
+    arrival_time: float | None = attrs.field(default=None, kw_only=True)
     """UNIX seconds; None is now. Latencies count from here."""
-    lora_request: LoRARequest | None = None
-    cache_salt: str | None = None
+    lora_request: LoRARequest | None = attrs.field(default=None, kw_only=True)
+    cache_salt: str | None = attrs.field(default=None, kw_only=True)
     """Prefix-cache entries are shared only between requests of the same salt."""
-    trace_headers: dict[str, str] | None = None
-    priority: int = 0
+    trace_headers: dict[str, str] | None = attrs.field(default=None, kw_only=True)
+    priority: int = attrs.field(default=0, kw_only=True)
     """Lower is earlier, if the engine schedules by priority."""
-    data_parallel_rank: int | None = None
+    data_parallel_rank: int | None = attrs.field(default=None, kw_only=True)
     """Pins the request to the engine with this index."""
-    session_id: str | None = None
-    kv_hints: KvHintsEnvelope | None = None
+    session_id: str | None = attrs.field(default=None, kw_only=True)
+    kv_hints: KvHintsEnvelope | None = attrs.field(default=None, kw_only=True)
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(eq=False)
 class GenerateRequest(PromptRequest):
     """A prompt to complete."""
 
-    sampling_params: EngineCoreSamplingParams = attrs.field(factory=EngineCoreSamplingParams)
+    sampling_params: EngineCoreSamplingParams = attrs.field(
+        factory=EngineCoreSamplingParams,
+        kw_only=True,
+        validator=_has_class(EngineCoreSamplingParams),
+    )
     """``n`` completions are as many engine requests; the seed of the i-th is ``seed + i``.
     ``max_tokens=None`` is what the model's context leaves."""
-    reasoning_parser_kwargs: dict[str, Any] | None = None
-    reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: dict[str, Any] | None = attrs.field(default=None, kw_only=True)
+    reasoning_ended: bool | None = attrs.field(default=None, kw_only=True)
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(eq=False)
 class EncodeRequest(PromptRequest):
     """A prompt to pool, into an embedding for example."""
 
-    pooling_params: PoolingParams
+    pooling_params: PoolingParams = attrs.field(kw_only=True, validator=_has_class(PoolingParams))
 
 
 MAX_COMPLETIONS = 16_384

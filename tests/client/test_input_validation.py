@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -12,7 +13,12 @@ from tests.protocol.strategies import embeds_prompt, mixed_prompt
 from tests.recorded import recording
 
 from trio_vllm.client.input_processing import RequestLimits, check_request
-from trio_vllm.errors import EmptyPromptError, InvalidFieldError, UnsupportedFieldError
+from trio_vllm.errors import (
+    EmptyPromptError,
+    InvalidFieldError,
+    RequestError,
+    UnsupportedFieldError,
+)
 from trio_vllm.protocol import (
     EngineCoreRequest,
     LateChunkingParams,
@@ -29,7 +35,15 @@ from trio_vllm.protocol import (
     decode_ready_response,
 )
 
-LIMITS = RequestLimits(max_model_len=16, vocab_size=100, client_count=2, supports_lora=False)
+LIMITS = RequestLimits(
+    max_model_len=16,
+    vocab_size=100,
+    client_count=2,
+    supports_lora=False,
+    is_multimodal=True,
+    accepts_prompt_embeds=True,
+    hidden_size=64,
+)
 
 
 def request(**fields: Any) -> EngineCoreRequest:
@@ -45,6 +59,12 @@ def nested(levels: int) -> dict[str, Any]:
     for _ in range(levels - 1):
         value = {"a": value}
     return value
+
+
+def tag(levels: int) -> str:
+    """A structural tag that nests so deep."""
+    schema = nested(levels - 2)
+    return json.dumps({"format": {"type": "json_schema", "json_schema": schema}})
 
 
 SAMPLING = [
@@ -158,7 +178,8 @@ STRUCTURED = [
     ("json", structured(json="[" * 65 + "]" * 65)),
     ("json", structured(json="[" * 100_000)),
     ("structural_tag", structured(structural_tag="")),
-    ("structural_tag", structured(structural_tag="[" * 81 + "]" * 81)),
+    ("structural_tag", structured(structural_tag=tag(81))),
+    ("structural_tag", structured(structural_tag="[" * 100_000)),
     ("grammar", structured(grammar="\n")),
     ("regex", structured(regex="a\0")),
     ("choice", structured(choice=[])),
@@ -182,9 +203,9 @@ def test_structured_output_is_refused(name: str, value: StructuredOutputsParams)
     "value",
     [
         structured(json=nested(64)),
-        structured(json="[" * 64 + "]" * 64),
-        structured(json="this is no JSON"),
-        structured(structural_tag="[" * 80 + "]" * 80),
+        structured(json='{"a":' * 63 + "{}" + "}" * 63),
+        structured(json="true"),
+        structured(structural_tag=tag(80)),
         structured(regex=""),
         structured(json_object=True),
         structured(choice=["a", ""]),
@@ -195,6 +216,14 @@ def test_structured_output_passes(value: StructuredOutputsParams) -> None:
 
 
 TOGETHER = [
+    ("skip_reading_prefix_cache", {"prompt_logprobs": 1, "skip_reading_prefix_cache": False}),
+    (
+        "skip_reading_prefix_cache",
+        {
+            "prompt_logprob_token_ids": np.zeros((2, 1), np.int32),
+            "skip_reading_prefix_cache": False,
+        },
+    ),
     ("min_tokens", {"min_tokens": 5, "max_tokens": 4}),
     ("logprobs", {"logprobs": 3, "logprob_token_ids": [1, 2]}),
     (
@@ -235,6 +264,22 @@ def feature(offset: int = 0, length: int = 1, **fields: Any) -> MultiModalFeatur
 
 def floats(*shape: int) -> Tensor:
     return Tensor.from_numpy(np.zeros(shape, np.float32))
+
+
+CHUNKS = LateChunkingParams(chunk_size=4)
+
+
+def pooling(**fields: Any) -> EngineCoreRequest:
+    resumable = fields.pop("resumable", False)
+    return request(pooling_params=PoolingParams(**fields), resumable=resumable)
+
+
+def late(mode: str, **fields: Any) -> EngineCoreRequest:
+    """A request that takes part in late-interaction scoring."""
+    names = ("query_key", "query_uses")
+    own = {"query_key": "k"} | {name: fields.pop(name) for name in names if name in fields}
+    params = LateInteractionParams(mode=mode, **own)
+    return pooling(task="token_embed", late_interaction_params=params, **fields)
 
 
 REQUESTS = [
@@ -285,6 +330,21 @@ REQUESTS = [
     ("pooling_params.task", request(pooling_params=PoolingParams(task="encode"))),
     ("pooling_params.dimensions", request(pooling_params=PoolingParams(task="embed", dimensions=0))),
     ("pooling_params.output_kind", request(pooling_params=PoolingParams(task="embed", output_kind=0))),
+    ("pooling_params.dimensions", pooling(task="classify", dimensions=2)),
+    ("pooling_params.dimensions", pooling(task="token_classify", dimensions=2)),
+    ("pooling_params.returned_token_ids", pooling(task="embed", returned_token_ids=[1, 100])),
+    ("pooling_params.late_interaction_params.query_uses", late("cache_query")),
+    ("pooling_params.late_interaction_params.query_uses", late("cache_query", query_uses=0)),
+    ("pooling_params.late_interaction_params.query_key", late("score_doc", query_key="")),
+    ("pooling_params.late_chunking_params", pooling(task="embed", late_chunking_params=CHUNKS)),
+    (
+        "pooling_params.late_chunking_params",
+        pooling(task="token_embed", late_chunking_params=CHUNKS, step_tag_id=1),
+    ),
+    ("pooling_params.late_chunking_params", late("score_doc", late_chunking_params=CHUNKS)),
+    ("resumable", pooling(task="embed", resumable=True)),
+    ("resumable", request(prompt_token_ids=None, prompt_embeds=floats(3, 64), resumable=True)),
+    ("prompt_embeds", request(prompt_token_ids=None, prompt_embeds=floats(3, 65))),
     (
         "pooling_params.late_interaction_params.mode",
         request(
@@ -328,8 +388,58 @@ def test_empty_prompt_is_refused(refused: EngineCoreRequest) -> None:
 
 
 POOLING = RequestLimits(max_model_len=16, supported_tasks={"embed"}, vllm_version="0.32.0+cpu")
-CHUNKED = PoolingParams(task="embed", late_chunking_params=LateChunkingParams(chunk_size=4))
+CHUNKED = PoolingParams(task="embed", late_chunking_params=CHUNKS)
+BARE = RequestLimits(max_model_len=16)
 UNSUPPORTED = [
+    ("mm_features", request(mm_features=[feature()]), BARE),
+    ("prompt_embeds", request(prompt_token_ids=None, prompt_embeds=floats(3, 64)), BARE),
+    (
+        "prompt_embeds",
+        request(prompt_token_ids=None, prompt_embeds=floats(3, 64)),
+        attrs.evolve(BARE, accepts_prompt_embeds=True),
+    ),
+    (
+        "sampling_params.logprobs",
+        request(sampling_params=SamplingParams(logprobs=21)),
+        attrs.evolve(BARE, max_logprobs=20),
+    ),
+    (
+        "sampling_params.prompt_logprobs",
+        request(sampling_params=SamplingParams(prompt_logprobs=-1)),
+        attrs.evolve(BARE, max_logprobs=20),
+    ),
+    (
+        "sampling_params.prompt_logprobs",
+        request(sampling_params=SamplingParams(prompt_logprobs=-1)),
+        attrs.evolve(LIMITS, max_logprobs=99),
+    ),
+    (
+        "sampling_params.prompt_logprob_token_ids",
+        request(
+            sampling_params=SamplingParams(prompt_logprob_token_ids=np.zeros((2, 3), np.int32))
+        ),
+        attrs.evolve(BARE, max_logprobs=2),
+    ),
+    (
+        "sampling_params.trace_decode_token_ids",
+        request(sampling_params=SamplingParams(trace_decode_token_ids=[1])),
+        attrs.evolve(BARE, supports_trace_replay=False),
+    ),
+    (
+        "sampling_params.thinking_token_budget",
+        request(sampling_params=SamplingParams(thinking_token_budget=1)),
+        attrs.evolve(BARE, has_reasoning_parser=False),
+    ),
+    (
+        "sampling_params.structured_outputs.backend",
+        request(sampling_params=SamplingParams(structured_outputs=structured(regex="a"))),
+        attrs.evolve(BARE, structured_outputs_backend="guidance"),
+    ),
+    (
+        "pooling_params.dimensions",
+        pooling(task="embed", dimensions=2),
+        attrs.evolve(BARE, is_matryoshka=False),
+    ),
     ("sampling_params.n", request(sampling_params=SamplingParams(n=2)), LIMITS),
     (
         "lora_request",
@@ -362,6 +472,10 @@ def test_unsupported_field_is_told_apart(
         request(prompt_token_ids=[1] * 16, pooling_params=PoolingParams(task="embed")),
         request(**{**mixed_prompt(), "prompt_token_ids": [1, 999, 3]}),
         request(**{**embeds_prompt(), "prompt_token_ids": None}),
+        late("cache_query", query_uses=1),
+        late("score_doc"),
+        pooling(task="token_embed", late_chunking_params=CHUNKS),
+        pooling(task="token_embed", dimensions=2),
         # A token that stands for an image may have an id beyond the model's vocabulary.
         request(prompt_token_ids=[1, 999], mm_features=[feature(1)]),
         request(sampling_params=SamplingParams(min_tokens=16)),
@@ -379,6 +493,47 @@ def test_unsupported_field_is_told_apart(
 )
 def test_edge_passes(good: EngineCoreRequest) -> None:
     check_request(good, LIMITS)
+
+
+@pytest.mark.parametrize(("dimensions", "is_refused"), [(64, False), (65, True)])
+def test_dimensions_are_those_of_the_model_at_most(dimensions: int, is_refused: bool) -> None:
+    limits = attrs.evolve(BARE, embedding_size=64, is_matryoshka=True)
+
+    assert refused_field(pooling(task="embed", dimensions=dimensions), limits) == (
+        "pooling_params.dimensions" if is_refused else None
+    )
+
+
+@pytest.mark.parametrize(("queries", "is_refused"), [((), True), (("k",), False), (None, False)])
+def test_document_needs_a_query_that_was_sent(queries: Any, is_refused: bool) -> None:
+    limits = attrs.evolve(BARE, late_interaction_queries=queries)
+
+    assert refused_field(late("score_doc"), limits) == (
+        "pooling_params.late_interaction_params.query_key" if is_refused else None
+    )
+
+
+@pytest.mark.parametrize("count", [20, -1])
+def test_whole_vocabulary_may_be_allowed(count: int) -> None:
+    params = SamplingParams(logprobs=count, prompt_logprobs=20)
+
+    check_request(request(sampling_params=params), attrs.evolve(BARE, max_logprobs=count))
+
+
+def test_errors_name_the_callers_id() -> None:
+    for bad in (request(prompt_token_ids=[]), request(priority="high"), request(client_index=5)):
+        with pytest.raises(RequestError) as caught:
+            check_request(attrs.evolve(bad, external_req_id="mine"), LIMITS)
+
+        assert caught.value.request_id == "mine"
+
+
+def refused_field(value: EngineCoreRequest, limits: RequestLimits) -> str | None:
+    try:
+        check_request(value, limits)
+    except InvalidFieldError as error:
+        return error.field
+    return None
 
 
 def test_what_is_not_known_is_not_checked() -> None:

@@ -12,9 +12,11 @@ import pytest
 from trio_vllm.client.input_processing import fill_defaults
 from trio_vllm.protocol import (
     EngineCoreRequest,
+    LateChunkingParams,
     PoolingParams,
     SamplingParams,
     StructuredOutputsParams,
+    Tensor,
 )
 
 
@@ -32,13 +34,13 @@ def test_nothing_to_fill_in_gives_the_same_request() -> None:
 
 
 def test_client_index_is_set_in_a_copy() -> None:
-    request = EngineCoreRequest(request_id="r", pooling_params=PoolingParams(task="embed"))
+    request = EngineCoreRequest(request_id="r", sampling_params=SamplingParams())
 
     copy = fill_defaults(request, 3)
 
     assert copy.client_index == 3
     assert request.client_index == 0
-    assert copy.pooling_params is request.pooling_params
+    assert copy.sampling_params is request.sampling_params
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,7 @@ def test_structured_outputs_get_a_backend() -> None:
     params = fill_defaults(request, 0, "guidance").sampling_params
 
     assert params is not None
-    expected = attrs.evolve(given, backend="guidance", backend_was_auto=True)
+    expected = attrs.evolve(given, backend="guidance")
     assert params.structured_outputs == expected
     assert given.backend is None
 
@@ -145,3 +147,136 @@ def test_copy_keeps_every_other_field() -> None:
             assert getattr(copy.sampling_params, attribute.name) is getattr(params, attribute.name)
     assert copy.sampling_params is not None
     assert copy.sampling_params.all_stop_token_ids == [1]
+
+
+# Traces ------------------------------------------------------------------------------------------
+
+
+def test_trace_is_replayed_to_its_end() -> None:
+    params = resolved(
+        trace_decode_token_ids=list(range(20)),
+        min_tokens=3,
+        eos_token_id=7,
+        stop_token_ids=[9],
+    )
+
+    assert params.max_tokens == 20
+    assert params.min_tokens == 0
+    assert params.eos_token_id is None
+    assert params.stop_token_ids is None
+    assert params.all_stop_token_ids == ()
+    assert params.trace_decode_token_ids == list(range(20))
+
+
+@pytest.mark.parametrize(("max_tokens", "expected"), [(None, 20), (16, 20), (5, 5), (99, 20)])
+def test_trace_ends_before_a_limit_that_was_meant(max_tokens: int | None, expected: int) -> None:
+    params = resolved(trace_decode_token_ids=[1] * 20, max_tokens=max_tokens)
+
+    assert params.max_tokens == expected
+
+
+@pytest.mark.parametrize(("prompt", "expected"), [(4, 12), (15, 1), (99, 1)])
+def test_trace_is_cut_at_the_end_of_the_context(prompt: int, expected: int) -> None:
+    given = SamplingParams(trace_decode_token_ids=tuple(range(20)))
+    request = EngineCoreRequest(
+        request_id="r", prompt_token_ids=[1] * prompt, sampling_params=given
+    )
+
+    params = fill_defaults(request, max_model_len=16).sampling_params
+
+    assert params is not None
+    assert params.trace_decode_token_ids == list(range(expected))
+    assert params.max_tokens == expected
+
+
+@pytest.mark.parametrize("trace", [[], "abc", 5])
+def test_trace_that_is_none_is_left_for_the_check(trace: Any) -> None:
+    params = resolved(trace_decode_token_ids=trace, max_tokens=3)
+
+    assert params.max_tokens == 3
+    assert params.trace_decode_token_ids == trace
+
+
+def test_embeddings_count_as_a_prompt_before_a_trace() -> None:
+    request = EngineCoreRequest(
+        request_id="r",
+        prompt_embeds=Tensor.from_numpy(np.zeros((10, 2), np.float32)),
+        sampling_params=SamplingParams(trace_decode_token_ids=[1] * 20),
+    )
+
+    params = fill_defaults(request, max_model_len=16).sampling_params
+
+    assert params is not None
+    assert params.max_tokens == 6
+
+
+# Pooling -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("task", "activation", "skip"),
+    [
+        ("embed", True, False),
+        ("classify", True, False),
+        ("token_embed", True, True),
+        ("token_classify", True, True),
+        ("plugin", None, True),
+        ("embed&token_classify", None, None),
+        ("nonsense", None, None),
+        (None, None, None),
+        ({}, None, None),
+    ],
+)
+def test_pooling_starts_from_what_the_task_wants(
+    task: Any, activation: bool | None, skip: bool | None
+) -> None:
+    params = pooled(task=task)
+
+    assert (params.use_activation, params.skip_reading_prefix_cache) == (activation, skip)
+
+
+def test_pooling_parameters_that_are_set_stay() -> None:
+    params = pooled(task="token_embed", use_activation=False, skip_reading_prefix_cache=False)
+
+    assert (params.use_activation, params.skip_reading_prefix_cache) == (False, False)
+
+
+def test_late_chunks_need_the_whole_prompt() -> None:
+    params = pooled(
+        task="token_embed",
+        skip_reading_prefix_cache=False,
+        late_chunking_params=LateChunkingParams(chunk_size=2),
+    )
+
+    assert params.skip_reading_prefix_cache is True
+
+
+def pooled(**fields: Any) -> PoolingParams:
+    request = EngineCoreRequest(request_id="r", pooling_params=PoolingParams(**fields))
+    params = fill_defaults(request).pooling_params
+    assert params is not None
+    return params
+
+
+# Rows of ids -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([[1, 2], [3]], [[1, 2], [3, -1]]),
+        ([(1,)], [[1]]),
+        ([[1], []], [[1], [-1]]),
+    ],
+)
+def test_rows_of_ids_are_padded(rows: Any, expected: list[list[int]]) -> None:
+    ids = resolved(prompt_logprob_token_ids=rows).prompt_logprob_token_ids
+
+    assert ids is not None
+    assert ids.dtype == np.int32
+    assert ids.tolist() == expected
+
+
+@pytest.mark.parametrize("rows", [[1, 2], [[0.5]], [["a"]], [[2**70]], [[True]]])
+def test_rows_that_are_none_are_left_for_the_check(rows: Any) -> None:
+    assert resolved(prompt_logprob_token_ids=rows).prompt_logprob_token_ids is rows
