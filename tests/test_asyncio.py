@@ -43,7 +43,7 @@ def mock_engines(address: str, **config: Any) -> Iterator[None]:
         started.set()
         await serve_mock_engines(
             MockEngineConfig(step_interval=0.001, **config), options, shutdown=shutdown
-        )  # type: ignore[arg-type]
+        )
 
     thread = threading.Thread(target=trio.run, args=(serve,))
     thread.start()

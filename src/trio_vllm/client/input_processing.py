@@ -20,7 +20,6 @@ import numpy as np
 
 from trio_vllm.client import structured_outputs
 from trio_vllm.client.field_errors import UnsupportedValue, invalid, unsupported
-from trio_vllm.client.token_ids import as_token_ids, plain_items
 from trio_vllm.errors import EmptyPromptError, InvalidFieldError, UnsupportedFieldError
 from trio_vllm.protocol import (
     Buffer,
@@ -33,7 +32,9 @@ from trio_vllm.protocol import (
     PoolingParams,
     StructuredOutputsParams,
     Tensor,
+    as_token_ids,
     encode_add,
+    plain_items,
     request_label,
 )
 
@@ -326,7 +327,7 @@ def validate_and_encode(request: EngineCoreRequest, limits: RequestLimits) -> li
 
 def _callers_id(request: EngineCoreRequest) -> str:
     external = request.external_req_id
-    return external if isinstance(external, str) else request_label(request)
+    return external[:200] if isinstance(external, str) else request_label(request)
 
 
 def _with_plain_token_ids(request: EngineCoreRequest) -> EngineCoreRequest | None:
