@@ -123,6 +123,13 @@ def test_adaptive_threshold_is_at_least_a_fair_share() -> None:
     assert engine.step() == {"a": 10, "b": 10}
 
 
+def test_last_token_that_the_model_can_have_is_not_computed() -> None:
+    """A prompt as long as the model's length has no place for an output; it goes no further."""
+    engine = make_engine(max_model_len=10, max_num_batched_tokens=6)
+    engine.add("a", 10)
+    assert [engine.step() for _ in range(3)] == [{"a": 6}, {"a": 3}, {}]
+
+
 @pytest.mark.parametrize("option", ["max_num_seqs", "max_num_active_seqs"])
 def test_seats_are_limited(option: str) -> None:
     """Others wait until one is free."""
