@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.mock.replay import Json, OracleReplay
 
 from trio_vllm.mock.scheduled_request import RequestStatus, ScheduledRequest
-from trio_vllm.mock.scheduling import RowExtras, Step
+from trio_vllm.mock.scheduling import RowExtras, Sampled, Step
 
 MAX_MODEL_LEN = 40
 
@@ -52,6 +52,7 @@ def settings(draw: st.DrawFn) -> Json:
         "max_num_batched_tokens": draw(st.integers(6, 50) if chunked else st.integers(40, 80)),
         "enable_chunked_prefill": chunked,
         "long_prefill_token_threshold": draw(st.sampled_from([0, 1, 7])),
+        "num_speculative_tokens": draw(st.sampled_from([0, 0, 1, 3])),
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
         "enable_prefix_caching": draw(st.booleans()),
         "hash": "sha256",
@@ -65,7 +66,11 @@ class Watched(OracleReplay):
     """Checks after each step what must hold."""
 
     def _record(
-        self, step: Step, rows: list[ScheduledRequest], extras: dict[ScheduledRequest, RowExtras]
+        self,
+        step: Step,
+        rows: list[ScheduledRequest],
+        extras: dict[ScheduledRequest, RowExtras],
+        sampled: dict[ScheduledRequest, Sampled],
     ) -> Json:
         assert step.num_tokens <= self.config.token_budget
         assert self.scheduler.num_running <= self.config.max_running
@@ -75,7 +80,7 @@ class Watched(OracleReplay):
         assert len(held) + self.cache.free_count == self.cache.num_blocks - 1
         if not self.cache.enable_prefix_caching:
             assert all(count == 1 for count in held.values())
-        return super()._record(step, rows, extras)
+        return super()._record(step, rows, extras, sampled)
 
 
 def run(settings: Json, operations: list[tuple[Any, ...]], *, fast_path: bool) -> Watched:
@@ -100,9 +105,11 @@ def test_all_requests_end_and_all_blocks_come_back(
     assert all(one.status is RequestStatus.FINISHED for one in replay.order.values())
     assert replay.cache.usage == 0.0
     assert replay.scheduler.reset_prefix_cache(0.0)
-    rows = Counter(row[0] for step in replay.steps for row in step.get("rows", ()))
-    ends = Counter(row[0] for step in replay.steps for row in step.get("rows", ()) if row[2])
-    for name in ends:
+    rows = [row for step in replay.steps for row in step.get("rows", ())]
+    ends = Counter(row[0] for row in rows if row[2])
+    for name, count in ends.items():
         request = replay.order[name]
-        assert (ends[name], rows[name]) == (1, request.num_tokens - request.num_prompt_tokens)
+        delivered = sum(row[1] for row in rows if row[0] == name)
+        assert (count, delivered) == (1, request.num_tokens - request.num_prompt_tokens)
+        assert replay.left[request] == 0
     assert replay.steps == run(settings, operations, fast_path=False).steps
