@@ -28,13 +28,13 @@ import trio
 from trio_vllm import (
     GenerateRequest,
     HandshakeOwner,
-    InvalidFieldError,
     Llm,
     RequestError,
     SamplingParams,
     StructuredOutputsParams,
     open_llm,
 )
+from trio_vllm.errors import InvalidFieldError
 from trio_vllm.protocol import (
     KvHintAction,
     KvHintsEnvelope,

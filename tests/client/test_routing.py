@@ -159,3 +159,20 @@ async def test_garbled_statistics_harm_nobody(caplog: pytest.LogCaptureFixture) 
             assert (await anext(stream)).output.new_token_ids == [7]
             assert "scheduler_stats" in caplog.text
             assert world.client.is_healthy
+
+
+async def test_requests_of_a_busy_engine_that_is_gone_reach_an_idle_one() -> None:
+    """They are found when all is sent, and are urgent for the other."""
+    async with open_world(2) as world:
+        sinks = [OutputStream(request_id) for request_id in "abc"]
+        for sink in sinks[:2]:
+            world.client.driver.submit(make_request(sink.request_id), sink)
+        await world.engines[1].emit("b", [7], FinishReason.LENGTH)
+        await world.engines[0].report(running=0)
+        await world.engines[1].report(running=5)
+        world.client.driver.submit(make_request("c"), sinks[2])
+        assert [sink.engine_index for sink in sinks] == [0, 1, 0]
+        world.engines[0].vanish()
+        await wait_all_tasks_blocked()
+
+        assert request_ids(world.engines[1]) == ["b", "c"]

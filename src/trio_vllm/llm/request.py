@@ -1,4 +1,4 @@
-"""What a caller asks of `Llm`."""
+"""Requests of `Llm`, and the engine requests that they become."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from trio_vllm.protocol import (
     as_token_ids,
 )
 
-# MERGED llm/_lowering: From a caller's request to those of the engines.
-
 
 def _has_class(expected: type) -> Any:
     """A validator that says in a sentence what to give."""
@@ -37,7 +35,7 @@ def _has_class(expected: type) -> Any:
 
 @attrs.frozen(eq=False)
 class PromptRequest:
-    """What requests of either kind have; mirrors ``GenerateRequest`` of ``rust/src/llm``."""
+    """Fields of both kinds of request; mirrors ``GenerateRequest`` of ``rust/src/llm``."""
 
     prompt_token_ids: Sequence[int] = attrs.field(converter=as_token_ids)
     """Any iterable of integers; may be given by position."""
@@ -88,30 +86,31 @@ MAX_SEED = 2**63 - 1
 
 
 @attrs.define
-class Identity:
-    """What a request is called, and when it came."""
+class RequestIds:
+    """A request's id at the caller and at the engine, and its arrival time."""
 
     external_id: str
     internal_id: str
     arrival_time: float
+    """UNIX seconds."""
 
 
-def lower_generate(
-    request: GenerateRequest, identity: Identity, max_model_len: int
+def to_engine_requests(
+    request: GenerateRequest, ids: RequestIds, max_model_len: int
 ) -> list[EngineCoreRequest]:
-    """One engine request per completion; `InvalidFieldError` if their number makes no sense.
+    """Make one engine request per completion; `InvalidFieldError` if ``n`` is out of range.
 
     Children are named and seeded as in ``vllm/v1/engine/parallel_sampling.py``.
     """
     params = request.sampling_params
-    _check_completions(params, identity.external_id)
+    _check_completions(params, ids.external_id)
     if params.max_tokens is None:
         room = max_model_len - len(request.prompt_token_ids)
         # For a prompt that leaves no room the client has a better error.
         params = attrs.evolve(params, max_tokens=max(room, 1))
-    parent = _lower(
+    parent = _to_engine_request(
         request,
-        identity,
+        ids,
         sampling_params=params,
         reasoning_ended=request.reasoning_ended,
         reasoning_parser_kwargs=request.reasoning_parser_kwargs,
@@ -121,23 +120,23 @@ def lower_generate(
     return [
         attrs.evolve(
             parent,
-            request_id=f"{index}_{identity.internal_id}",
+            request_id=f"{index}_{ids.internal_id}",
             sampling_params=attrs.evolve(params, n=1, seed=_child_seed(params.seed, index)),
         )
         for index in range(params.n)
     ]
 
 
-def lower_encode(request: EncodeRequest, identity: Identity) -> EngineCoreRequest:
-    """The engine request that pools a prompt."""
-    return _lower(request, identity, pooling_params=request.pooling_params)
+def to_pooling_request(request: EncodeRequest, ids: RequestIds) -> EngineCoreRequest:
+    """Make the engine request that pools a prompt."""
+    return _to_engine_request(request, ids, pooling_params=request.pooling_params)
 
 
-def _lower(request: PromptRequest, identity: Identity, **fields: Any) -> EngineCoreRequest:
+def _to_engine_request(request: PromptRequest, ids: RequestIds, **fields: Any) -> EngineCoreRequest:
     return EngineCoreRequest(
-        request_id=identity.internal_id,
-        external_req_id=identity.external_id,
-        arrival_time=identity.arrival_time,
+        request_id=ids.internal_id,
+        external_req_id=ids.external_id,
+        arrival_time=ids.arrival_time,
         prompt_token_ids=request.prompt_token_ids,
         mm_features=request.mm_features,
         lora_request=request.lora_request,
