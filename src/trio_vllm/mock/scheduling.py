@@ -532,8 +532,8 @@ class Scheduler:
         request.num_tokens += got.num_delivered
         request.num_draft_tokens = self._config.num_speculative_tokens
         if request.num_draft_tokens and self._config.release >= (0, 33):
-            end = min(request.num_computed_tokens, request.num_tokens)
-            self._cache.cache_full_blocks(request.table, end)
+            # The last token of a row is not computed yet, even if the row was cut.
+            self._cache.cache_full_blocks(request.table, request.num_tokens - 1)
 
     def _observe_drafts(self, step: Step, num_drafts: int, num_accepted: int) -> None:
         """Count the drafts of one row."""
