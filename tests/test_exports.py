@@ -36,7 +36,17 @@ VLLM_NAMES = {
 }
 """Names that users of vLLM's own client bring with them."""
 
-BUILDING_BLOCKS = {"CoreDriver", "FrontendCore", "Sink", "run_client"}
+BUILDING_BLOCKS = {
+    "ClientStatistics",
+    "CoreDriver",
+    "EngineSource",
+    "FrontendCore",
+    "LeastLoaded",
+    "LeastWaiting",
+    "LoadBalancer",
+    "Sink",
+    "run_client",
+}
 """What `Llm` uses of the client, and nobody else needs."""
 
 

@@ -577,3 +577,21 @@ async def _failure(world: World) -> EngineDeadError:
     error = await world.client.wait_failed()
     assert isinstance(error, EngineDeadError)
     return error
+
+
+async def test_an_engine_that_goes_on_after_max_tokens_fails_the_request(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_world() as world:
+        for last in ({}, {"finish_reason": FinishReason.LENGTH}, {"num_nans_in_logits": 1}):
+            async with world.client.call(make_request(max_tokens=2)) as stream:
+                await world.engine.emit("r", [7, 8])
+                await world.engine.emit("r", [9], **last)  # type: ignore[arg-type]
+
+                assert (await anext(stream)).output.new_token_ids == [7, 8]
+                with pytest.raises(DecodeError, match="goes on after 2 tokens"):
+                    await anext(stream)
+            await wait_all_tasks_blocked()
+            assert len(world.engine.aborts()) == (0 if "finish_reason" in last else 1)
+        assert world.client.is_healthy
+        world.assert_tidy()

@@ -276,3 +276,27 @@ async def test_a_call_always_checkpoints() -> None:
         nursery.start_soon(answer)
         with assert_checkpoints():
             await world.client.call_utility("is_sleeping")
+
+
+BAD_RESULTS = {
+    "no-envelope": b"\x07",
+    "long-envelope": b"\x93\xc0\xc0\xc0",
+    "pickle": b"\x92\xc0\x91\xc7\x01\x02x",
+}
+
+
+@pytest.mark.parametrize("result", BAD_RESULTS.values(), ids=BAD_RESULTS)
+async def test_an_answer_that_cannot_be_read_fails_its_call_only(result: bytes) -> None:
+    """FAULTS B4."""
+    async with open_world(2) as world, trio.open_nursery() as nursery:
+        outcome, call_id = await call(world, nursery)
+        head = b"\x95\x00\x90\xc0\xcb\x3f\xf0\x00\x00\x00\x00\x00\x00\x93"
+        await world.engines[0].say(head + bytes([call_id]) + b"\xc0" + result)
+        await world.engines[1].answer(call_id, True)
+
+        error = outcome.error
+        assert isinstance(error, UtilityCallFailedError)
+        assert list(error.failures) == [0]
+        assert error.succeeded == [1]
+        assert world.client.is_healthy
+        world.assert_tidy()

@@ -212,9 +212,6 @@ BAD_OUTPUTS: list[tuple[Any, str]] = [
     ([0, [], None, 0.0, {}], "utility_output"),
     ([0, [], None, 0.0, []], "utility_output"),
     ([0, [], None, 0.0, [None]], "utility_output.call_id"),
-    ([0, [], None, 0.0, [2**63, 5]], "utility_output.failure_message"),
-    ([0, [], None, 0.0, [1, None, []]], "utility_output.result"),
-    ([0, [], None, 0.0, [1, None, 5]], "utility_output.result"),
     ([0, [], None, 0.0, None, "abc"], "finished_requests"),
     ([0, [], None, 0.0, None, ["a", 1]], "finished_requests[1]"),
     ([0, [], None, 0.0, None, None, -1], "wave_complete"),
@@ -252,6 +249,22 @@ def test_bad_outputs_are_refused(raw: Any, where: str) -> None:
     index = raw[0] if type(raw) is list and type(raw[0]) is int else None
     assert index == caught.value.engine_index
     assert caught.value.request_id is None
+
+
+@pytest.mark.parametrize(
+    ("raw", "failure"),
+    [
+        ([2**63, 5], "the failure_message must be a string, not 5"),
+        ([1, None, []], "the result must be an array [type info, value], not list"),
+        ([1, None, 5], "the result must be an array [type info, value], not 5"),
+        ([1, "it failed", 5], "it failed"),
+    ],
+)
+def test_a_bad_answer_is_the_failure_of_its_call(raw: list[Any], failure: str) -> None:
+    message = decode_outputs([pack([0, [], None, 0.0, raw])])
+
+    assert isinstance(message, UtilityCallOutput)
+    assert message.output == UtilityOutput(raw[0], failure)
 
 
 def row(**fields: Any) -> list[Any]:

@@ -9,6 +9,7 @@ import pytest
 import trio
 from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
+from trio_vllm.concurrency import Waker
 from trio_vllm.transport import Disconnect
 from trio_vllm.transport.zmq_monitor import (
     ConnectionTable,
@@ -22,20 +23,24 @@ class FakeMonitor(PeerMonitor):
     """Events as a test tells them."""
 
     def __init__(self) -> None:
-        self._send, self._receive = trio.open_memory_channel[PeerEvent](1000)
+        self._events: list[PeerEvent] = []
+        self._waker = Waker()
 
     def tell(self, kind: PeerEventKind, descriptor: int | None = None) -> None:
-        self._send.send_nowait(PeerEvent(kind, descriptor, "tcp://127.0.0.1:1"))
+        self._events.append(PeerEvent(kind, descriptor, "tcp://127.0.0.1:1"))
+        self._waker.wake()
 
-    async def receive(self) -> PeerEvent:
-        return await self._receive.receive()
+    async def wait_pending(self) -> None:
+        await trio.lowlevel.checkpoint()
+        while not self._events:
+            await self._waker.wait()
 
     def receive_pending(self) -> list[PeerEvent]:
-        count = self._receive.statistics().current_buffer_used
-        return [self._receive.receive_nowait() for _ in range(count)]
+        events, self._events = self._events, []
+        return events
 
     def close(self) -> None:
-        self._receive.close()
+        pass
 
 
 @attrs.define

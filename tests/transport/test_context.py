@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import resource
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,11 +13,10 @@ import pytest
 import trio
 import zmq
 from tests.transport.peers import ANY_PORT, LIMIT
-from tests.transport.startup import until
+from tests.transport.startup import footprint, until
 from trio.testing import wait_all_tasks_blocked
 
 from trio_vllm.errors import ConfigurationError
-from trio_vllm.transport import zmq_context as _context, zmq_socket as _backlog
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
 from trio_vllm.transport.zmq_socket import ZERO_COPY_SIZE, ZmqSocket
 
@@ -45,18 +45,136 @@ async def test_late_listener_gets_the_last_message_within_the_linger(tmp_path: P
 
 
 @pytest.mark.parametrize("linger", [0.0, 0.3])
-async def test_leaving_waits_no_longer_than_the_linger(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, linger: float
-) -> None:
-    monkeypatch.setattr(_context, "TERMINATION_GRACE", LIMIT)
+async def test_leaving_waits_no_longer_than_the_linger(tmp_path: Path, linger: float) -> None:
     begin = trio.current_time()
 
-    async with open_context() as context:
+    async with open_context(termination_grace=LIMIT) as context:
         push = context.socket(SocketType.PUSH, linger=linger)
         push.connect(f"ipc://{tmp_path}/nobody")
         push.send_nowait([b"last words"])
 
     assert linger <= trio.current_time() - begin < LIMIT / 2
+
+
+async def test_one_context_for_all(context: ZmqContext) -> None:
+    """Two more places for sockets bring no thread; what is bound in one is free when it is left."""
+    socket = context.socket(SocketType.PULL)
+    threads = footprint()[1]
+    address = socket.bind(ANY_PORT)
+    async with open_context() as first, open_context() as second:
+        push = second.socket(SocketType.PUSH)
+        push.connect(address)
+        push.send_nowait([b"message"])
+        assert await socket.receive() == [b"message"]
+        bound = first.socket(SocketType.PULL)
+        first.open_monitor(bound)
+        address = bound.bind(ANY_PORT)
+        assert footprint()[1] == threads
+
+    async with open_context() as again:
+        assert again.socket(SocketType.PULL).bind(address) == address
+
+
+async def test_leaving_waits_for_the_linger_though_others_stay(
+    context: ZmqContext, tmp_path: Path
+) -> None:
+    context.socket(SocketType.PULL)
+    begin = trio.current_time()
+
+    async with open_context() as other:
+        push = other.socket(SocketType.PUSH, linger=0.2)
+        other.open_monitor(push)
+        push.connect(f"ipc://{tmp_path}/nobody")
+        push.send_nowait([b"last words"])
+
+    assert 0.2 <= trio.current_time() - begin < LIMIT
+
+
+FORK = """
+import os, trio
+from trio_vllm.transport.zmq_context import SocketType, open_context
+
+async def talk():
+    async with open_context() as context:
+        pull, push = context.socket(SocketType.PULL), context.socket(SocketType.PUSH)
+        push.connect(pull.bind("tcp://127.0.0.1:0"))
+        await push.send([b"message"])
+        with trio.fail_after(20):
+            assert await pull.receive() == [b"message"]
+
+async def main():
+    async with open_context() as context:
+        context.socket(SocketType.PULL)
+        if (child := os.fork()) == 0:
+            # The loop of the parent is of no use in the child, which makes its own.
+            from multiprocessing import util
+            code = 1
+            try:
+                import threading
+                failed = []
+                def run():
+                    try:
+                        trio.run(talk)
+                    except BaseException as error:
+                        failed.append(error)
+                        print(repr(error))
+                thread = threading.Thread(target=run)
+                thread.start()
+                thread.join()
+                code = len(failed)
+            finally:
+                os._exit(code)
+        print("status", os.waitpid(child, 0)[1])
+
+trio.run(main)
+"""
+
+
+async def test_forked_process_has_a_context_of_its_own() -> None:
+    """Threads do not survive a fork, so that of the parent would be silent."""
+    with trio.fail_after(2 * LIMIT):
+        ended = await trio.run_process([sys.executable, "-c", FORK], capture_stdout=True)
+
+    assert ended.stdout == b"status 0\n"
+
+
+STARVED = """
+import resource, sys, trio
+from trio_vllm import Bootstrapped, ConfigurationError, HandshakeOwner, open_llm
+
+free = int(sys.argv[1])
+taken = []
+
+async def main():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    try:
+        while True:
+            taken.append(open("/dev/null"))
+    except OSError:
+        pass
+    for file in taken[:free]:
+        file.close()
+    try:
+        async with open_llm(HandshakeOwner(handshake_address="tcp://127.0.0.1:0", ready_timeout=0.1)):
+            pass
+    except ConfigurationError as error:
+        print(error)
+
+trio.run(main)
+"""
+
+
+@pytest.mark.parametrize("free", [0, 1, 5, 16, 30])
+async def test_too_few_descriptors_are_told(free: int) -> None:
+    """ØMQ itself would abort the process."""
+    with trio.fail_after(LIMIT):
+        ended = await trio.run_process(
+            [sys.executable, "-c", STARVED, str(free)], capture_stdout=True
+        )
+
+    assert b"file descriptors" in ended.stdout
+    assert b"ulimit -n" in ended.stdout
+    assert ended.stdout.count(b"\n") == 1
 
 
 async def test_leaving_cannot_be_cancelled(tmp_path: Path) -> None:
@@ -72,24 +190,21 @@ async def test_leaving_cannot_be_cancelled(tmp_path: Path) -> None:
     assert trio.current_time() - begin >= 0.2
 
 
-async def test_leaving_does_not_hang(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_leaving_does_not_hang() -> None:
     """A socket that we know nothing of keeps the context from ending: it is left behind."""
-    monkeypatch.setattr(_context, "TERMINATION_GRACE", 0.1)
-
     with trio.fail_after(LIMIT):
-        async with open_context() as context:
+        async with open_context(termination_grace=0.1) as context:
             raw = context._raw.socket(SocketType.PUSH)
 
     raw.close()
 
 
 async def test_leaving_does_not_need_the_default_limiter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_context, "TERMINATION_GRACE", LIMIT)
     limiter = trio.to_thread.current_default_thread_limiter()
     monkeypatch.setattr(limiter, "total_tokens", 1)
     async with limiter:
         begin = trio.current_time()
-        async with open_context() as context:
+        async with open_context(termination_grace=LIMIT) as context:
             context.socket(SocketType.PULL)
 
     assert trio.current_time() - begin < LIMIT / 2
@@ -129,12 +244,9 @@ async def test_send_high_water_mark_bounds_what_waits(context: ZmqContext, tmp_p
         push.send_nowait([b"one too many"])
 
 
-async def test_of_large_messages_fewer_wait(
-    monkeypatch: pytest.MonkeyPatch, context: ZmqContext, tmp_path: Path
-) -> None:
+async def test_of_large_messages_fewer_wait(context: ZmqContext, tmp_path: Path) -> None:
     """And a sender that waits goes on when the peer has taken some."""
-    monkeypatch.setattr(_backlog, "BACKLOG_SIZE", 4 * ZERO_COPY_SIZE)
-    push = context.socket(SocketType.PUSH, send_high_water_mark=100)
+    push = context.socket(SocketType.PUSH, send_high_water_mark=100, send_budget=4 * ZERO_COPY_SIZE)
     push.connect(address := f"ipc://{tmp_path}/socket")
     large: list[bytes | memoryview] = [bytes(ZERO_COPY_SIZE), memoryview(b"in two frames")]
 

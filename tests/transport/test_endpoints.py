@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket as stdlib_socket
+import stat
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,51 @@ async def test_bad_address_is_refused_before_zmq_sees_it() -> None:
             pull.bind("tcp://::1:0")
         with pytest.raises(ConfigurationError, match="has port 0"):
             pull.connect(ANY_PORT)
+
+
+async def test_file_is_not_replaced(context: ZmqContext, tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("notes")
+
+    with pytest.raises(ConfigurationError, match="no socket"):
+        context.socket(SocketType.PULL).bind(f"ipc://{path}")
+
+    assert path.read_text() == "notes"
+
+
+async def test_path_in_use(context: ZmqContext, tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/socket"
+    pull = context.socket(SocketType.PULL)
+    pull.bind(address)
+
+    with pytest.raises(AddressInUseError, match=address):
+        context.socket(SocketType.PULL).bind(address)
+
+    push = context.socket(SocketType.PUSH)
+    push.connect(address)
+    push.send_nowait([b"message"])
+    with trio.fail_after(LIMIT):
+        assert await pull.receive() == [b"message"]
+
+
+async def test_path_of_a_killed_process_is_used_again(context: ZmqContext, tmp_path: Path) -> None:
+    path = f"{tmp_path}/socket"
+    with stdlib_socket.socket(stdlib_socket.AF_UNIX) as killed:
+        killed.bind(path)
+        killed.listen()
+
+    assert context.socket(SocketType.PULL).bind(f"ipc://{path}") == f"ipc://{path}"
+
+
+async def test_path_is_private_and_removed(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    async with open_context() as context:
+        pull = context.socket(SocketType.PULL)
+        context.open_monitor(pull)
+        pull.bind(f"ipc://{path}")
+        assert stat.S_IMODE(path.lstat().st_mode) & 0o077 == 0
+
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("backlog", [0, 1], ids=["connects later", "has connected before"])

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import socket as stdlib_socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
+import ormsgpack
 import pytest
 import trio
+from tests.ready import ready_response
 from tests.transport.peers import LIMIT
 from tests.transport.startup import (
     HELLO,
@@ -26,7 +30,7 @@ from tests.transport.test_endpoints import has_ipv6
 from trio.testing import MockClock
 
 from trio_vllm.errors import AddressInUseError, ConfigurationError, PeerGoneError, StartupError
-from trio_vllm.protocol import EngineAddresses, EngineId
+from trio_vllm.protocol import EngineAddresses, EngineId, encode_ready_response
 from trio_vllm.transport import (
     Bootstrapped,
     Disconnect,
@@ -252,15 +256,19 @@ async def test_no_engine(address: str) -> None:
 
     error = await fail(mode, trio.sleep_forever)
 
+    note = (
+        f"no engine has connected to {address} in 0.3 s; is it started with"
+        " --data-parallel-rpc-port PORT? has it served another frontend before?"
+    )
     assert (
         error.phase,
         error.missing_engines,
         error.seconds,
         error.notes,
-    ) == ("HELLO", [0, 1], TICK, [])
+    ) == ("HELLO", [0, 1], TICK, [note])
     assert (
         str(error)
-        == "startup failed while waiting for HELLO from engine 0, 1 (gave up after 0.3 s)"
+        == f"startup failed while waiting for HELLO from engine 0, 1 (gave up after 0.3 s); {note}"
     )
 
 
@@ -487,6 +495,98 @@ async def test_engine_that_dies_when_it_is_complete(
 # Time -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("reached", ["HELLO", "INIT", "registration", "complete"])
+async def test_engine_that_leaves_is_told_soon(
+    context: ZmqContext, address: str, reached: str
+) -> None:
+    """Though another one may still load for long."""
+    engine = RawEngine(context, address)
+
+    async def start() -> None:
+        if reached == "HELLO":
+            engine.say(HELLO)
+            await engine.handshake.receive()
+        else:
+            addresses = await engine.say_hello()
+            if reached != "INIT":
+                engine.register(addresses)
+            if reached == "complete":
+                engine.say_ready()
+            await trio.sleep(0.1)
+        engine.die()
+
+    begin = trio.current_time()
+    error = await fail(
+        HandshakeOwner(handshake_address=address, engine_count=2, restart_grace=0.5), start
+    )
+
+    assert trio.current_time() - begin < LIMIT / 3
+    assert (error.phase, error.missing_engines, error.seconds) == ("HELLO", [0], 0.5)
+    assert error.notes[0] in {
+        "engine 0 left before it was READY",
+        "engine 0 was lost during startup",
+    }
+
+
+async def test_engine_that_registers_with_garbage_is_told_soon(
+    context: ZmqContext, address: str
+) -> None:
+    engine = RawEngine(context, address)
+
+    async def start() -> None:
+        payload = ormsgpack.unpackb(b"".join(encode_ready_response(ready_response(0))))
+        payload["max_model_len"] = -1
+        engine.register(await engine.say_hello(), ormsgpack.packb(payload))
+        await trio.sleep_forever()
+
+    error = await fail(HandshakeOwner(handshake_address=address, restart_grace=0.2), start)
+
+    assert (error.missing_engines, error.seconds) == ([0], 0.2)
+    assert "engine 0 sent garbage" in error.notes[0]
+    assert "max_model_len" in error.notes[0]
+
+
+async def test_engine_that_starts_again_in_time(context: ZmqContext, address: str) -> None:
+    async def start() -> None:
+        engine = RawEngine(context, address)
+        await engine.say_hello()
+        engine.die()
+        await trio.sleep(0.3)
+        await RawEngine(context, address).start()
+
+    mode = HandshakeOwner(handshake_address=address, restart_grace=LIMIT / 2)
+    assert await succeed(mode, start) == [0]
+
+
+async def test_limit_of_the_whole_startup(context: ZmqContext, address: str) -> None:
+    """Each message comes in time, all together do not."""
+
+    async def start() -> None:
+        for index in range(100):
+            await RawEngine(context, address, index).say_hello()
+            await trio.sleep(TICK / 5)
+
+    mode = HandshakeOwner(
+        handshake_address=address, engine_count=100, ready_timeout=LIMIT, startup_timeout=TICK
+    )
+    error = await fail(mode, start)
+
+    assert (error.phase, error.seconds) == ("HELLO", TICK)
+    assert len(error.missing_engines) > 90
+
+
+async def test_nobody_comes_to_a_tcp_port() -> None:
+    port = free_port()
+    mode = HandshakeOwner(handshake_address=f"tcp://127.0.0.1:{port}", ready_timeout=TICK)
+
+    error = await fail(mode, trio.sleep_forever)
+
+    assert error.notes == [
+        f"no engine has connected to tcp://127.0.0.1:{port} in 0.3 s; is it started with"
+        f" --data-parallel-rpc-port {port}? has it served another frontend before?"
+    ]
+
+
 async def test_garbage_wins_no_time(context: ZmqContext, address: str) -> None:
     """Nor does an engine that restarts for ever: the startup ends although they go on."""
     engine = RawEngine(context, address)
@@ -550,7 +650,6 @@ async def test_input_address_in_use(tmp_path: Path) -> None:
         HandshakeOwner(handshake_address="tcp://127.0.0.1"),
         HandshakeOwner(handshake_address="tcp://192.0.2.1:1"),
         HandshakeOwner(handshake_address="tcp://127.0.0.1:0", host="192.0.2.1"),
-        HandshakeOwner(handshake_address="tcp://127.0.0.1:0", host=""),
         HandshakeOwner(handshake_address="tcp://127.0.0.1:0", host="127.0.0.1:80"),
         HandshakeOwner(handshake_address="tcp://127.0.0.1:0", output_address="udp://x"),
         Bootstrapped(input_address="tcp://127.0.0.1:0", output_address="x"),
@@ -615,6 +714,53 @@ def test_range_of_engines(start: int, count: int, size: int | None, is_possible:
             make()
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", "*", "", "0"])
+def test_wildcard_is_not_told_to_engines(host: str) -> None:
+    with pytest.raises(ConfigurationError, match="no address that engines could connect to"):
+        HandshakeOwner(handshake_address="tcp://127.0.0.1:1", host=host)
+
+
+@pytest.mark.parametrize("name", ["input_address", "output_address"])
+@pytest.mark.parametrize("address", ["tcp://0.0.0.0:5", "tcp://[::]:5", "tcp://*:5"])
+def test_wildcard_address_is_not_told_to_engines(name: str, address: str) -> None:
+    with pytest.raises(ConfigurationError, match="none that engines could connect to"):
+        HandshakeOwner(handshake_address="tcp://127.0.0.1:1", **{name: address})  # type: ignore[arg-type]
+
+
+async def test_listening_everywhere(engine: RawEngine, address: str) -> None:
+    """The engines are told of one interface."""
+    mode = HandshakeOwner(handshake_address=address, host="127.0.0.1", bind_host="0.0.0.0")
+    with trio.fail_after(LIMIT):
+        async with beside(engine.start), mode.connect() as links:
+            assert links.input_address.startswith("tcp://127.0.0.1:")
+            assert links.output_address.startswith("tcp://127.0.0.1:")
+            await check_links(links, engine)
+
+
+@pytest.mark.parametrize("kind", ["closed", "file", "not listening", "other family"])
+async def test_listener_that_is_none(tmp_path: Path, kind: str) -> None:
+    """ØMQ would abort the process."""
+    with stdlib_socket.socket() as quiet, stdlib_socket.socket(stdlib_socket.AF_UNIX) as unix:
+        unix.bind(f"{tmp_path}/other")
+        unix.listen()
+        file = os.open(os.devnull, os.O_RDONLY)
+        descriptor = {
+            "closed": 9999,
+            "file": file,
+            "not listening": quiet.fileno(),
+            "other family": unix.fileno(),
+        }[kind]
+        mode = Bootstrapped(
+            input_address="tcp://127.0.0.1:5555",
+            output_address=f"ipc://{tmp_path}/out",
+            input_listener=descriptor,
+        )
+        with pytest.raises(ConfigurationError, match=f"descriptor {descriptor}"):
+            async with mode.connect():
+                raise AssertionError("it did not fail")
+        os.close(file)
+
+
 # Leaving ----------------------------------------------------------------------------------------
 
 
@@ -665,8 +811,15 @@ async def test_leaving_does_not_wait_for_a_dead_engine(
     assert trio.current_time() - begin < LIMIT / 2
 
 
+def resident_bytes() -> int:
+    """Memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+@pytest.mark.parametrize(("size", "frames"), [(1_000_000, 1), (1_000_000, 100), (60_000, 20)])
 async def test_what_nobody_reads_does_not_pile_up(
-    context: ZmqContext, engine: RawEngine, address: str
+    context: ZmqContext, engine: RawEngine, address: str, size: int, frames: int
 ) -> None:
     """After the startup an engine has nothing to say on the input socket, and a stranger never."""
     stranger = context.socket(SocketType.DEALER, send_high_water_mark=1)
@@ -676,13 +829,12 @@ async def test_what_nobody_reads_does_not_pile_up(
             HandshakeOwner(handshake_address=address).connect() as links,
         ):
             stranger.connect(links.input_address)
-            sent = 0
+            before = resident_bytes()
             with trio.move_on_after(TICK):
-                while sent < 500:
-                    await stranger.send([bytes(1_000_000)])
-                    sent += 1
+                for _ in range(500):
+                    await stranger.send([bytes(size)] * frames)
 
-            assert 1 <= sent < 100
+            assert resident_bytes() - before < 100_000_000
             await check_links(links, engine)
 
 
@@ -697,23 +849,19 @@ async def test_huge_report_is_not_even_received(context: ZmqContext, address: st
     assert not any("engine 1" in note for note in error.notes)
 
 
-def accepted_connections(address: str) -> list[stdlib_socket.socket]:
-    """Copies of the sockets of this process that were accepted at this address."""
+def accepted_connection(address: str) -> stdlib_socket.socket:
+    """A copy of the socket of this process that was accepted at this address."""
     port = int(address.rpartition(":")[2])
-    found = []
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            copy = stdlib_socket.socket(fileno=os.dup(int(entry.name)))
-        except OSError:
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        if "socket:" not in os.path.realpath(entry):
             continue
-        try:
-            if copy.getsockname()[1:2] == (port,) and copy.getpeername():
-                found.append(copy)
-                continue
-        except OSError:
-            pass
+        copy = stdlib_socket.socket(fileno=os.dup(int(entry.name)))
+        if copy.family == stdlib_socket.AF_INET and copy.getsockname()[1] == port:
+            with suppress(OSError):
+                copy.getpeername()
+                return copy
         copy.close()
-    return found
+    raise AssertionError("there is none")
 
 
 async def test_connections_are_kept_alive(context: ZmqContext, address: str) -> None:
@@ -724,8 +872,7 @@ async def test_connections_are_kept_alive(context: ZmqContext, address: str) -> 
             beside(engine.start),
             HandshakeOwner(handshake_address=address).connect() as links,
         ):
-            connections = accepted_connections(links.input_address)
-            with connections[0] as connection:
+            with accepted_connection(links.input_address) as connection:
                 tcp = stdlib_socket.IPPROTO_TCP
                 assert connection.getsockopt(stdlib_socket.SOL_SOCKET, stdlib_socket.SO_KEEPALIVE)
                 options = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import trio
@@ -15,7 +16,7 @@ from trio_vllm.errors import StartupError
 from trio_vllm.protocol import EngineId, encode_ready_response
 from trio_vllm.transport import Disconnect
 from trio_vllm.transport.channels import Received
-from trio_vllm.transport.frontend_startup import StartupRun
+from trio_vllm.transport.frontend_startup import StartupLimits, StartupRun
 from trio_vllm.transport.zmq_monitor import ConnectionTable, PeerEventKind
 
 TIMEOUT = 10.0
@@ -23,6 +24,8 @@ TIMEOUT = 10.0
 
 class FakeInput:
     """An input socket on which engines register as a test says."""
+
+    address = "memory"
 
     def __init__(self, connections: ConnectionTable) -> None:
         self._connections = connections
@@ -45,7 +48,7 @@ class Rig:
         self.input = FakeInput(self.connections)
         self.run = StartupRun(
             range(engine_count),
-            timeout=TIMEOUT,
+            StartupLimits(message=TIMEOUT, restart_grace=math.inf, report_interval=4.0),
             requests=self.input,  # type: ignore[arg-type]
             connections=self.connections,
         )
@@ -102,3 +105,14 @@ async def test_restarts_do_not_prolong_it(autojump_clock: MockClock) -> None:
 
     assert begin + TIMEOUT == trio.current_time()
     assert 2 in caught.value.missing_engines
+
+
+async def test_what_is_waited_for_is_logged(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    rig = Rig(engine_count=2)
+    with pytest.raises(StartupError):
+        await rig.wait()
+
+    assert caplog.text.count("still waiting for registration of engines [0, 1]") == 2

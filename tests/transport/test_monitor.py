@@ -12,7 +12,6 @@ from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
 from trio_vllm.errors import PeerGoneError
 from trio_vllm.transport import Disconnect
-from trio_vllm.transport import zmq_context as _context
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
 from trio_vllm.transport.zmq_monitor import PeerEvent, PeerEventKind, PeerMonitor
 
@@ -208,9 +207,8 @@ async def test_socket_works_on_without_its_monitor(context: ZmqContext) -> None:
         assert (await router.receive())[1] == b"hello"
 
 
-async def test_unread_events_do_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_context, "TERMINATION_GRACE", LIMIT)
-    async with open_context() as context:
+async def test_unread_events_do_not_hold_up_the_end() -> None:
+    async with open_context(termination_grace=LIMIT) as context:
         router = context.socket(SocketType.ROUTER)
         context.open_monitor(router)
         address = router.bind(ANY_PORT)

@@ -145,7 +145,8 @@ class EngineCoreClient(UtilityMethods):
         """
         if request.pooling_params is not None:
             await self.driver.learn_supported_tasks()
-        stream = OutputStream(request.request_id)
+        params = request.sampling_params
+        stream = OutputStream(request.request_id, None if params is None else params.max_tokens)
         self.driver.submit(request, stream)
         try:
             yield stream

@@ -437,7 +437,10 @@ class FrontendCore:
                     try:
                         sink.add_tokens(token_ids, timestamp, version)
                     except OverflowError:
-                        pass
+                        pass  # the slow path says what is wrong
+                    except DecodeError as error:
+                        self._fail_request(engine, request_id, error)
+                        continue
                     else:
                         continue
             self._receive_row(engine, row, batch)
@@ -463,7 +466,11 @@ class FrontendCore:
         sink = engine.requests[output.request_id]
         if output.finished:
             engine.remove(output.request_id)
-        sink.add_output(output, batch.timestamp, batch.weight_version)
+        try:
+            sink.add_output(output, batch.timestamp, batch.weight_version)
+        except DecodeError as error:
+            self.drop(sink)
+            sink.fail(error)
 
     def _receive_finished(self, engine: Engine, request_ids: list[str]) -> None:
         for request_id in request_ids:

@@ -30,12 +30,13 @@ class Sink(Protocol):
         """Take an output that is nothing but token ids, one at least.
 
         ``timestamp`` is the engine's monotonic clock, ``version`` that of its weights. Raise
-        `OverflowError` if one is no unsigned number of 32 bits, and take none of them then.
+        `OverflowError` if one is no unsigned number of 32 bits, and take none of them then. Raise
+        `DecodeError` (see `too_many_tokens`) to let the request fail.
         """
         ...
 
     def add_output(self, output: EngineCoreOutput, timestamp: float, version: str | None) -> None:
-        """Take any other output; the last one is finished."""
+        """Take any other output; the last one is finished. Raise `DecodeError` as `add_tokens`."""
         ...
 
     def fail(self, error: EngineCoreError) -> None:
@@ -64,11 +65,14 @@ class OutputStream:
     a time may iterate.
     """
 
-    def __init__(self, request_id: str, engine_index: int = -1) -> None:
+    def __init__(self, request_id: str, max_tokens: int | None = None) -> None:
+        """An engine that sends more than ``max_tokens`` fails the request."""
         self.request_id = request_id
-        self.engine_index = engine_index
-        # Unbounded on purpose: one pump serves all requests and must not wait for one slow reader.
-        # What piles up is at most max_tokens outputs of this request.
+        self.engine_index = -1
+        self._max_tokens = max_tokens
+        self._token_count = 0
+        # Unbounded on purpose: one task serves all requests and must not wait for one slow reader.
+        # What piles up is at most max_tokens outputs of this request, if that is given.
         self._outputs: deque[StreamOutput] = deque()
         self._waker = Waker()
         self._ended = False
@@ -106,6 +110,9 @@ class OutputStream:
         self.add_output(EngineCoreOutput(self.request_id, token_ids), timestamp, version)
 
     def add_output(self, output: EngineCoreOutput, timestamp: float, version: str | None) -> None:
+        self._token_count += len(output.new_token_ids)
+        if self._max_tokens is not None and self._token_count > self._max_tokens:
+            raise too_many_tokens(self, self._max_tokens)
         self._ended = output.finished
         self._outputs.append(StreamOutput(self.engine_index, timestamp, version, output))
         self._waker.wake()
@@ -126,3 +133,9 @@ def check_rows(output: EngineCoreOutput, engine_index: int) -> None:
         if rows != count:
             reason = f"has {rows} rows for {count} tokens"
             raise DecodeError("an output", f".{field}", reason, engine_index, output.request_id)
+
+
+def too_many_tokens(sink: Sink, max_tokens: int) -> DecodeError:
+    """Make the error for an engine that goes on after ``max_tokens``."""
+    reason = f"goes on after {max_tokens} tokens, which is all that was asked for"
+    return DecodeError("an output", ".new_token_ids", reason, sink.engine_index, sink.request_id)

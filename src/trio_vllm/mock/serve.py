@@ -24,7 +24,13 @@ from trio_vllm.mock.engine import MockEngine
 from trio_vllm.mock.events import Summary, log, log_entries
 from trio_vllm.mock.runner import EngineLoop, Lockstep, clock
 from trio_vllm.protocol import MAX_ENGINES, EngineCoreReadyResponse, HandshakeInit
-from trio_vllm.transport import FrontendChannels, FrontendDisconnect, join_frontend
+from trio_vllm.transport import (
+    DESCRIPTORS_PER_ENGINE,
+    FrontendChannels,
+    FrontendDisconnect,
+    join_frontend,
+    require_descriptors,
+)
 
 RETRY_DELAY = 0.5
 """Seconds from the loss of a frontend to the first word to the next."""
@@ -114,6 +120,11 @@ class _Service:
         """Run all engines; the failure of one is the failure of all."""
         first, last = min(self._missing), max(self._missing)
         engines = f"engine {first}" if first == last else f"engines {first} to {last}"
+        require_descriptors(
+            DESCRIPTORS_PER_ENGINE * len(self._missing),
+            f"{len(self._missing)} engines",
+            hint=", or spread the engines over more processes (--processes)",
+        )
         log.info("%s: joining the frontend at %s", engines, self._options.handshake_address)
         async with trio.open_nursery() as nursery:
             for engine_index in sorted(self._missing):

@@ -75,12 +75,16 @@ def _encode_output(value: UtilityOutput, aux: AuxFrames) -> Any:
 
 
 def _decode_output(raw: Any, frames: Frames) -> UtilityOutput:
-    output = _UTILITY_OUTPUT.decode(raw, frames)
     try:
+        output = _UTILITY_OUTPUT.decode(raw, frames)
         refuse_extensions(output.result)
-    except CodecError as error:  # fails this call, not all that the engine serves
-        reason = output.failure_message or f"the result {error.reason}"
-        return UtilityOutput(output.call_id, reason)
+    except CodecError as error:
+        # Fails this call, not all that the engine serves, if it can be told which call it is.
+        if type(raw) is not list or not raw or type(raw[0]) is not int:
+            raise
+        failure = raw[1] if len(raw) > 1 and type(raw[1]) is str else None
+        field = error.where.removeprefix(".") or "result"
+        return UtilityOutput(raw[0], failure or f"the {field} {error.reason}")
     return output
 
 

@@ -13,11 +13,13 @@ from trio_vllm.transport.channels import (
     LeaderChannels,
     Received,
 )
-from trio_vllm.transport.engine import join_frontend
+from trio_vllm.transport.descriptors import require_descriptors
+from trio_vllm.transport.engine import DESCRIPTORS_PER_ENGINE, join_frontend
 from trio_vllm.transport.frontend import Bootstrapped, HandshakeOwner
 from trio_vllm.transport.memory import InMemory
 
 __all__ = [
+    "DESCRIPTORS_PER_ENGINE",
     "Bootstrapped",
     "CoordinatorChannels",
     "Disconnect",
@@ -33,4 +35,5 @@ __all__ = [
     "LeaderChannels",
     "Received",
     "join_frontend",
+    "require_descriptors",
 ]

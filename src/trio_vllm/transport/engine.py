@@ -7,7 +7,7 @@ Mirrors ``vllm/v1/engine/core.py`` (``startup_handshake``, ``process_input_socke
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TypeVar
@@ -36,11 +36,16 @@ from trio_vllm.transport.channels import (
     FrontendChannels,
     FrontendDisconnect,
 )
-from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
+from trio_vllm.transport.descriptors import PER_SOCKET
+from trio_vllm.transport.zmq_context import SocketType, ZmqContext, heartbeat_options, open_context
 from trio_vllm.transport.zmq_monitor import OutgoingConnection, set_linger
 from trio_vllm.transport.zmq_socket import ZmqSocket
 
 T = TypeVar("T")
+
+DESCRIPTORS_PER_ENGINE = 2 * (PER_SOCKET + 1)
+"""File descriptors of an engine that has joined a frontend of one client: two connections, and the
+sockets that they belong to."""
 
 READY_LINGER = 1.0
 OUTPUT_LINGER = 4.0
@@ -54,6 +59,7 @@ async def join_frontend(
     engine_index: int,
     ready_response: Callable[[HandshakeInit], EngineCoreReadyResponse],
     timeout: float = math.inf,
+    heartbeat_timeout: float = math.inf,
     output_high_water_mark: int = 0,
 ) -> AsyncIterator[FrontendChannels]:
     """Report to a frontend as one engine; the block's value is the way to it.
@@ -63,6 +69,8 @@ async def join_frontend(
       engine_index: Which engine we are.
       ready_response: What to tell of ourselves, given the frontend's INIT.
       timeout: Seconds that each answer of the frontend may take.
+      heartbeat_timeout: Seconds after which a client or a coordinator that does not answer ZeroMQ's
+        heartbeats counts as gone.
       output_high_water_mark: Outputs that a client may be behind before sending waits; 0 is any
         number, as upstream has it.
 
@@ -74,16 +82,18 @@ async def join_frontend(
     client is gone.
     """
     async with open_context() as context:
-        joining = _Joining(context, EngineId.of(engine_index), timeout)
+        heartbeats = heartbeat_options(heartbeat_timeout)
+        joining = _Joining(context, EngineId.of(engine_index), timeout, heartbeats)
         handshake = joining.report_to(handshake_address)
         init = await joining.receive_init()
-        joining.register(init.addresses.inputs, encode_ready_response(ready_response(init)))
-        joining.open_outputs(init.addresses.outputs, output_high_water_mark)
-        coordinator = await joining.wait_coordinator_ready(init.addresses)
-        set_linger(handshake, READY_LINGER)
-        handshake.send_nowait(encode_report(HandshakeReport(status=HandshakeStatus.READY)))
-        await joining.wait_registered()
-        handshake.close()
+        async with _registering(init.addresses):
+            joining.register(init.addresses.inputs, encode_ready_response(ready_response(init)))
+            joining.open_outputs(init.addresses.outputs, output_high_water_mark)
+            coordinator = await joining.wait_coordinator_ready(init.addresses)
+            set_linger(handshake, READY_LINGER)
+            handshake.send_nowait(encode_report(HandshakeReport(status=HandshakeStatus.READY)))
+            await joining.wait_registered()
+            handshake.close()
         try:
             async with joining.disconnects() as disconnects:
                 yield FrontendChannels(joining.inputs, joining.outputs, disconnects, coordinator)
@@ -91,10 +101,41 @@ async def join_frontend(
             joining.skip_linger_of_lost_clients()
 
 
+REGISTERING_AT_ONCE = 256
+"""Engines of one process that may have the connections of the handshake and the others at a time."""
+
+_slots: trio.lowlevel.RunVar[trio.Semaphore] = trio.lowlevel.RunVar("registration slots")
+
+
+@asynccontextmanager
+async def _registering(addresses: EngineAddresses) -> AsyncIterator[None]:
+    """Let only some engines register at a time: each needs more descriptors meanwhile than after.
+
+    Not if there is a coordinator, where each waits for all others.
+    """
+    if addresses.coordinator_input is not None:
+        await trio.lowlevel.checkpoint()
+        yield
+        return
+    try:
+        slots = _slots.get()
+    except LookupError:
+        _slots.set(slots := trio.Semaphore(REGISTERING_AT_ONCE))
+    async with slots:
+        yield
+
+
 class _Joining:
     """The steps of an engine's startup, in order."""
 
-    def __init__(self, context: ZmqContext, engine_id: EngineId, timeout: float) -> None:
+    def __init__(
+        self,
+        context: ZmqContext,
+        engine_id: EngineId,
+        timeout: float,
+        options: Mapping[int, int | bytes],
+    ) -> None:
+        self._options = options
         self._context = context
         self._engine_id = engine_id
         self._timeout = timeout
@@ -145,6 +186,7 @@ class _Joining:
 
     def _connect(self, socket: ZmqSocket, address: str) -> OutgoingConnection:
         connection = OutgoingConnection(address, self._context.open_monitor(socket))
+        socket.set_options(self._options)
         try:
             socket.connect(address)
         except ConfigurationError as error:

@@ -6,6 +6,7 @@ Mirrors ``vllm/v1/engine/core_client.py`` (``MPClient.__init__``) and
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -27,16 +28,20 @@ from trio_vllm.protocol import (
     HandshakeInit,
     encode_init,
 )
+from trio_vllm.transport.address import is_wildcard
 from trio_vllm.transport.channels import (
     Disconnect,
     EngineChannels,
     FollowerChannels,
     LeaderChannels,
 )
-from trio_vllm.transport.frontend_startup import Handshake, StartupRun
-from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
+from trio_vllm.transport.descriptors import PER_CONTEXT, PER_SOCKET, require_descriptors
+from trio_vllm.transport.frontend_startup import Handshake, StartupLimits, StartupRun
+from trio_vllm.transport.zmq_context import SocketType, ZmqContext, heartbeat_options, open_context
 from trio_vllm.transport.zmq_monitor import ConnectionTable
 from trio_vllm.transport.zmq_socket import ZmqSocket
+
+_log = logging.getLogger("trio_vllm.transport")
 
 
 @attrs.frozen(kw_only=True)
@@ -49,6 +54,8 @@ class HandshakeOwner:
     """Engines 0 to ``engine_count - 1`` are expected."""
     host: str = "127.0.0.1"
     """The interface for requests and outputs, as engines can reach it."""
+    bind_host: str | None = None
+    """Where to listen for them, if not at ``host``: ``"0.0.0.0"`` is all interfaces."""
     input_address: str | None = None
     output_address: str | None = None
     """Where to bind for requests and outputs, instead of any port of ``host``; ``ipc://`` maybe."""
@@ -60,6 +67,11 @@ class HandshakeOwner:
     several commands: they must meet somewhere, see `HandshakeInit`."""
     ready_timeout: float = 600.0
     """Seconds that the next message of the startup may take; loading weights counts."""
+    startup_timeout: float = math.inf
+    """Seconds that the whole startup may take."""
+    restart_grace: float = 2.0
+    """Seconds that an engine which leaves during the startup, or registers with what cannot be
+    used, has to come again. For a supervisor that starts engines anew: what that takes."""
     heartbeat_timeout: float = math.inf
     """Seconds after which an engine that does not answer ZeroMQ's heartbeats counts as lost.
 
@@ -72,8 +84,17 @@ class HandshakeOwner:
     def __attrs_post_init__(self) -> None:
         _check_engines(0, self.engine_count, MAX_ENGINES)
         _check_settings(self.parallel_config)
-        _check_seconds("ready_timeout", self.ready_timeout)
-        _check_seconds("heartbeat_timeout", self.heartbeat_timeout)
+        _check_times(self)
+        if is_wildcard(self.host):
+            raise ConfigurationError(
+                f"host {self.host!r} is no address that engines could connect to: say there how"
+                " they reach this machine, and in bind_host on which interfaces to listen"
+            )
+        for address in (self.input_address, self.output_address):
+            if address is not None and is_wildcard(_host_of(address)):
+                raise ConfigurationError(
+                    f"address {address!r} is none that engines could connect to: name the interface"
+                )
 
     @property
     def engine_indices(self) -> range:
@@ -90,11 +111,11 @@ class HandshakeOwner:
           StartupError: An expected engine has not come as far as it must in ``ready_timeout``
             seconds.
         """
-        async with _open_sockets(self.heartbeat_timeout) as sockets:
+        async with _open_sockets(self.engine_count, self.heartbeat_timeout) as sockets:
             coordination, handshake = self._bind(sockets)
             run = StartupRun(
                 self.engine_indices,
-                timeout=self.ready_timeout,
+                _limits_of(self),
                 requests=sockets.requests,
                 connections=sockets.engines,
                 handshake=handshake,
@@ -105,32 +126,43 @@ class HandshakeOwner:
                 sockets.tables.remove(handshake.connections)
                 if coordination is None:
                     self._check_need_of_coordinator(responses)
-                async with sockets.disconnects() as disconnects:
+                async with (
+                    sockets.disconnects() as disconnects,
+                    running(partial(_drop_all, sockets.requests)),
+                ):
                     yield sockets.channels(responses, disconnects, coordination)
 
     def _bind(self, sockets: _Sockets) -> tuple[LeaderChannels | None, Handshake]:
         """Bind all sockets; last the one that engines dial first."""
-        any_port = _any_port(self.host)
         addresses = EngineAddresses(
-            inputs=[sockets.requests.bind(self.input_address or any_port)],
-            outputs=[sockets.outputs.bind(self.output_address or any_port)],
+            inputs=[self._bind_and_name(sockets.requests, self.input_address)],
+            outputs=[self._bind_and_name(sockets.outputs, self.output_address)],
         )
         broadcasts: ZmqSocket | None = None
         coordination: LeaderChannels | None = None
         if self.coordinator:
-            broadcasts, _ = sockets.open(SocketType.XPUB)
-            notices, _ = sockets.open(SocketType.PULL)
+            broadcasts, _ = sockets.open(SocketType.XPUB, SMALL_MESSAGES_ONLY)
+            notices, _ = sockets.open(SocketType.PULL, OUTPUTS_BOUNDED)
             coordination = LeaderChannels(broadcasts, broadcasts, notices)
             addresses = attrs.evolve(
                 addresses,
-                coordinator_input=broadcasts.bind(any_port),
-                coordinator_output=notices.bind(any_port),
+                coordinator_input=self._bind_and_name(broadcasts),
+                coordinator_output=self._bind_and_name(notices),
             )
         socket, connections = sockets.open(SocketType.ROUTER, SMALL_MESSAGES_ONLY, of_engines=True)
         init = HandshakeInit(addresses=addresses, parallel_config=dict(self.parallel_config))
         encoded = encode_init(init)
         socket.bind(self.handshake_address)
         return coordination, Handshake(socket, connections, encoded, broadcasts)
+
+    def _bind_and_name(self, socket: ZmqSocket, address: str | None = None) -> str:
+        """Bind a socket, to any port if no address is given; gives the address to tell engines."""
+        if address is not None:
+            return socket.bind(address)
+        bound = socket.bind(_any_port(self.bind_host or self.host))
+        if self.bind_host is not None:
+            socket.address = _any_port(self.host)[:-1] + bound.rpartition(":")[2]
+        return socket.address
 
     def _check_need_of_coordinator(self, responses: Mapping[int, EngineCoreReadyResponse]) -> None:
         in_lockstep = any(response.data_parallel_size > 1 for response in responses.values())
@@ -161,14 +193,17 @@ class Bootstrapped:
     """Where the supervisor's coordinator publishes; an address that the engines tell comes first."""
     ready_timeout: float = 600.0
     """Seconds that the next registration may take."""
+    startup_timeout: float = math.inf
+    """Seconds that all registrations may take."""
+    restart_grace: float = 2.0
+    """See `HandshakeOwner.restart_grace`."""
     heartbeat_timeout: float = math.inf
     """See `HandshakeOwner.heartbeat_timeout`."""
 
     def __attrs_post_init__(self) -> None:
         size = MAX_ENGINES if self.data_parallel_size is None else self.data_parallel_size
         _check_engines(self.engine_start_index, self.engine_count, min(size, MAX_ENGINES))
-        _check_seconds("ready_timeout", self.ready_timeout)
-        _check_seconds("heartbeat_timeout", self.heartbeat_timeout)
+        _check_times(self)
 
     @property
     def engine_indices(self) -> range:
@@ -183,19 +218,22 @@ class Bootstrapped:
           ConfigurationError: An address is unusable; `AddressInUseError` if another process has it.
           StartupError: An expected engine has not registered in ``ready_timeout`` seconds.
         """
-        async with _open_sockets(self.heartbeat_timeout) as sockets:
+        async with _open_sockets(self.engine_count, self.heartbeat_timeout) as sockets:
             sockets.requests.bind(self.input_address, listener=self.input_listener)
             sockets.outputs.bind(self.output_address, listener=self.output_listener)
             run = StartupRun(
                 self.engine_indices,
-                timeout=self.ready_timeout,
+                _limits_of(self),
                 requests=sockets.requests,
                 connections=sockets.engines,
             )
             async with sockets.watch():
                 responses = await run.wait()
                 coordination = _follow(sockets.context, responses, self.coordinator_address)
-                async with sockets.disconnects() as disconnects:
+                async with (
+                    sockets.disconnects() as disconnects,
+                    running(partial(_drop_all, sockets.requests)),
+                ):
                     yield sockets.channels(responses, disconnects, coordination)
 
 
@@ -215,9 +253,19 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
         raise ConfigurationError(str(error)) from error
 
 
-def _check_seconds(name: str, seconds: float) -> None:
-    if not seconds > 0:
-        raise ConfigurationError(f"{name} must be a positive number of seconds, not {seconds}")
+def _check_times(mode: HandshakeOwner | Bootstrapped) -> None:
+    for name in ("ready_timeout", "startup_timeout", "restart_grace", "heartbeat_timeout"):
+        seconds = getattr(mode, name)
+        if not seconds > 0:
+            raise ConfigurationError(f"{name} must be a positive number of seconds, not {seconds}")
+
+
+def _limits_of(mode: HandshakeOwner | Bootstrapped) -> StartupLimits:
+    return StartupLimits(
+        message=mode.ready_timeout,
+        total=mode.startup_timeout,
+        restart_grace=mode.restart_grace,
+    )
 
 
 REQUEST_LINGER = 0.5
@@ -235,9 +283,15 @@ KEEPALIVE: dict[int, int | bytes] = {
     zmq.TCP_MAXRT: VANISHED_HOST_TIMEOUT * 1000,
 }
 
-SMALL_MESSAGES_ONLY: dict[int, int | bytes] = {zmq.RCVHWM: 10, zmq.MAXMSGSIZE: 1 << 20}
-"""For sockets where an engine has but a few hundred bytes to say, once or twice. Nobody reads the
-input socket after the startup, and anybody can connect to it."""
+SMALL_MESSAGES_ONLY: dict[int, int | bytes] = {zmq.RCVHWM: 10, zmq.MAXMSGSIZE: 1 << 16}
+"""For sockets where an engine sends a few hundred bytes, once or twice. Any process can connect to
+them, and ØMQ counts messages, not their bytes, nor those of a message with many frames that never
+ends: the connection of a peer that sends a larger frame is closed."""
+
+OUTPUTS_BOUNDED: dict[int, int | bytes] = {zmq.RCVHWM: 256}
+"""Messages of each engine that may wait to be received. What an engine sends beyond waits there, as
+it must: a client that is behind would otherwise be ever more so, and handle what it does not want any
+more before what it wants."""
 
 
 @attrs.define
@@ -257,7 +311,7 @@ class _Sockets:
         self.requests, self.engines = self.open(
             SocketType.ROUTER, SMALL_MESSAGES_ONLY, linger=REQUEST_LINGER, of_engines=True
         )
-        self.outputs, _ = self.open(SocketType.PULL)
+        self.outputs, _ = self.open(SocketType.PULL, OUTPUTS_BOUNDED)
 
     def open(
         self,
@@ -311,9 +365,13 @@ class _Sockets:
 
 
 @asynccontextmanager
-async def _open_sockets(heartbeat_timeout: float) -> AsyncIterator[_Sockets]:
-    async with open_context(io_threads=2) as context:
-        yield _Sockets(context, {**KEEPALIVE, **_heartbeats(heartbeat_timeout)})
+async def _open_sockets(engine_count: int, heartbeat_timeout: float) -> AsyncIterator[_Sockets]:
+    # Each engine connects to five sockets at most: the handshake's, input, output, and two of the
+    # coordinator.
+    need = PER_CONTEXT + 5 * (PER_SOCKET + engine_count)
+    require_descriptors(need, f"connections to {engine_count} engines")
+    async with open_context() as context:
+        yield _Sockets(context, {**KEEPALIVE, **heartbeat_options(heartbeat_timeout)})
 
 
 def _follow(
@@ -333,13 +391,20 @@ def _follow(
     return FollowerChannels(socket, socket)
 
 
+async def _drop_all(socket: ZmqSocket) -> None:
+    """Task: receive what comes where nothing is expected, so that it is not kept."""
+    is_logged = False
+    while True:
+        await socket.receive_batch(10)
+        if not is_logged:
+            is_logged = True
+            _log.warning("what came to %s after the startup was dropped", socket.address)
+
+
+def _host_of(address: str) -> str:
+    scheme, _, rest = address.partition("://")
+    return rest.rpartition(":")[0] if scheme == "tcp" else scheme
+
+
 def _any_port(host: str) -> str:
     return f"tcp://[{host}]:0" if ":" in host and not host.startswith("[") else f"tcp://{host}:0"
-
-
-def _heartbeats(timeout: float) -> dict[int, int | bytes]:
-    """Options that break the connection to who has been silent for so many seconds."""
-    if timeout == math.inf:
-        return {}
-    half = max(round(timeout * 500), 1)  # milliseconds: of sending one, and of waiting for it
-    return {zmq.HEARTBEAT_IVL: half, zmq.HEARTBEAT_TIMEOUT: half}

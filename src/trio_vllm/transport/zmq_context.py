@@ -1,40 +1,90 @@
-"""The owner of ØMQ sockets: makes them, and sees to it that they end."""
+"""`ZmqContext`: makes ØMQ sockets, and sees to it that they end.
+
+All of a process share one ØMQ context, with its threads and descriptors: it is made for the first
+`open_context` and ended with the last. A process that was forked makes one of its own, since threads
+do not survive a fork.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import attrs
 import trio
 import zmq
 from zmq import SocketType
 
+from trio_vllm.transport.descriptors import PER_CONTEXT, PER_SOCKET, require_descriptors
 from trio_vllm.transport.zmq_monitor import WATCHED_EVENTS, ConnectionTable, PeerMonitor
-from trio_vllm.transport.zmq_socket import ZmqSocket, translated
+from trio_vllm.transport.zmq_socket import SendBudget, ZmqSocket, translate_error
 
-__all__ = ["SocketType", "ZmqContext", "open_context"]
+__all__ = ["SocketType", "ZmqContext", "heartbeat_options", "open_context"]
+
+IO_THREADS = 2
+"""Threads that ØMQ uses for the network; each is good for about 1 GB/s."""
 
 TERMINATION_GRACE = 1.0
-"""Seconds that ØMQ may take to end a context after the longest linger has passed."""
+"""Seconds that ØMQ may take to end sockets after the longest linger has passed."""
 
 ALWAYS: dict[SocketType, dict[int, int | bytes]] = {
     SocketType.ROUTER: {zmq.ROUTER_MANDATORY: 1},  # tell that the peer is gone, do not drop
     SocketType.XPUB: {zmq.XPUB_VERBOSE: 1},  # tell of each subscription, repeated ones too
 }
 
+RawContext = zmq.Context[zmq.Socket[bytes]]
+
+
+@attrs.define
+class _SharedContext:
+    """The ØMQ context of this process, and how many use it."""
+
+    _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
+    _raw: RawContext | None = attrs.field(default=None, init=False)
+    _users: int = attrs.field(default=0, init=False)
+
+    def acquire(self) -> RawContext:
+        """Use the context; make it if nobody does."""
+        with self._lock:
+            if self._raw is None:
+                require_descriptors(PER_CONTEXT, "connections")
+                self._raw = zmq.Context(IO_THREADS)
+                # As many as there are descriptors; by itself ØMQ stops at 1023 sockets.
+                self._raw.set(zmq.MAX_SOCKETS, self._raw.get(zmq.SOCKET_LIMIT))
+            self._users += 1
+            return self._raw
+
+    def release(self) -> RawContext | None:
+        """Use the context no longer; gives it if it is to be ended."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return None
+            raw, self._raw = self._raw, None
+            return raw
+
+
+_shared: dict[int, _SharedContext] = {}
+"""By process. What was inherited by a fork is kept, but not touched: to end it would wait for threads
+that are not there."""
+
 
 class ZmqContext:
     """Makes sockets that live no longer than the block of `open_context`."""
 
-    def __init__(self, raw: zmq.Context[zmq.Socket[bytes]]) -> None:
-        # As many as there are descriptors; by itself ØMQ stops at 1023 sockets.
-        raw.set(zmq.MAX_SOCKETS, raw.get(zmq.SOCKET_LIMIT))
-        self._raw = raw
+    def __init__(self, *, termination_grace: float = TERMINATION_GRACE) -> None:
+        self._shared = _shared.setdefault(os.getpid(), _SharedContext())
+        self._raw = self._shared.acquire()
+        self._termination_grace = termination_grace
         self._sockets: list[ZmqSocket] = []
+        self._monitors: list[PeerMonitor] = []
         self._longest_linger = 0.0
         self._connection_numbers = itertools.count()
+        self._is_closed = False
 
     def socket(
         self,
@@ -43,17 +93,20 @@ class ZmqContext:
         identity: bytes = b"",
         linger: float = 0.0,
         send_high_water_mark: int = 0,
+        send_budget: int = SendBudget.DEFAULT,
     ) -> ZmqSocket:
         """Make a socket, to be bound or connected.
 
-        Nothing bounds how many received messages may pile up in it.
+        Nothing bounds how many received messages may pile up in it, unless it is told so.
 
         Args:
           socket_type: What it does, for example ``SocketType.ROUTER``.
           identity: What a ROUTER at the other end shall know us by.
           linger: Seconds from closing in which messages under way may still get out.
-          send_high_water_mark: How many messages a peer may be behind before sending waits, or
-            fewer that are large (`BACKLOG_SIZE`); 0 is any number.
+          send_high_water_mark: How many messages a peer may be behind before sending waits; 0 is any
+            number.
+          send_budget: How many bytes of large messages a peer may be behind, if their number is
+            bounded.
 
         Raises:
           ConfigurationError: There is no descriptor left, or an option has an impossible value.
@@ -70,15 +123,19 @@ class ZmqContext:
         if identity:
             options[zmq.IDENTITY] = identity
         self._longest_linger = max(self._longest_linger, linger)
-        return self._make(socket_type, options, is_bounded=send_high_water_mark > 0)
+        budget = SendBudget(send_budget) if send_high_water_mark > 0 else None
+        return self._make(socket_type, options, budget)
 
     def open_monitor(self, watched: ZmqSocket) -> PeerMonitor:
         """Watch the connections of a socket; before it is bound, to miss none."""
-        address = f"inproc://monitor-{len(self._sockets)}"
         source = self._make(SocketType.PAIR, {zmq.LINGER: 0, zmq.RCVHWM: 0})
+        self._sockets.remove(source)
+        address = f"inproc://monitor-{id(source)}"
         watched.start_monitor(address, WATCHED_EVENTS)
         source.receive_events(address)
-        return PeerMonitor(watched, source)
+        monitor = PeerMonitor(watched, source)
+        self._monitors.append(monitor)
+        return monitor
 
     def track_connections(self, socket: ZmqSocket, *, of_engines: bool = False) -> ConnectionTable:
         """Number the connections of a socket; before it is bound, to miss none."""
@@ -92,43 +149,69 @@ class ZmqContext:
         self,
         socket_type: SocketType,
         options: dict[int, int | bytes],
-        *,
-        is_bounded: bool = False,
+        budget: SendBudget | None = None,
     ) -> ZmqSocket:
-        if self._raw.closed:
+        if self._is_closed:
             raise trio.ClosedResourceError("this context is closed")
+        # ØMQ opens its own in the background, and does not survive it everywhere if there is none.
+        require_descriptors(PER_CONTEXT + PER_SOCKET, "connections")
         try:
             raw = self._raw.socket(socket_type)
         except zmq.ZMQError as error:
-            raise translated(error, "cannot make another socket") from error
-        socket = ZmqSocket(raw, is_bounded=is_bounded)
+            raise translate_error(error, "cannot make another socket") from error
+        socket = ZmqSocket(raw, budget)
         self._sockets.append(socket)
         socket.set_options(options)
         return socket
 
     async def aclose(self) -> None:
         """Close all sockets, and wait until their last messages are out or their lingers over."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         for socket in self._sockets:
             socket.close()
-        with trio.move_on_after(self._longest_linger + TERMINATION_GRACE, shield=True):
+        with trio.move_on_after(self._longest_linger + self._termination_grace, shield=True):
+            # Others may use the context that the sockets are in, so we wait for those that are
+            # watched; unless it is to end, when ØMQ waits for all.
+            for monitor in self._monitors:
+                await monitor.wait_ended()
+        if (raw := self._shared.release()) is not None:
+            await self._terminate(raw)
+
+    async def _terminate(self, raw: RawContext) -> None:
+        with trio.move_on_after(self._longest_linger + self._termination_grace, shield=True):
             # A limiter of its own: the default one may be used up by the application.
             limiter = trio.CapacityLimiter(1)
-            await trio.to_thread.run_sync(self._raw.term, abandon_on_cancel=True, limiter=limiter)
+            await trio.to_thread.run_sync(raw.term, abandon_on_cancel=True, limiter=limiter)
 
 
 @asynccontextmanager
-async def open_context(*, io_threads: int = 1) -> AsyncIterator[ZmqContext]:
-    """Open a ØMQ context; leaving the block closes all its sockets.
+async def open_context(
+    *, termination_grace: float = TERMINATION_GRACE
+) -> AsyncIterator[ZmqContext]:
+    """Open a place for sockets; leaving the block closes them all.
 
     Args:
-      io_threads: How many threads ØMQ uses for the network; one is good for about 1 GB/s.
+      termination_grace: Seconds that ØMQ may take to end them after the longest linger has passed.
+
+    Raises:
+      ConfigurationError: There are too few file descriptors left.
 
     Cancellation:
-      Leaving takes as long as the longest linger at most (and a second more, should ØMQ hang), and
+      Leaving takes as long as the longest linger at most (and the grace, should ØMQ hang), and
       cannot be cancelled, since the last messages would be lost.
     """
-    context = ZmqContext(zmq.Context(io_threads))
+    context = ZmqContext(termination_grace=termination_grace)
     try:
         yield context
     finally:
         await context.aclose()
+
+
+def heartbeat_options(timeout: float) -> dict[int, int | bytes]:
+    """Give the options that break a connection whose peer is silent for so many seconds."""
+    if timeout == math.inf:
+        return {}
+    half = max(round(timeout * 500), 1)  # milliseconds: of sending one, and of waiting for it
+    return {zmq.HEARTBEAT_IVL: half, zmq.HEARTBEAT_TIMEOUT: half}

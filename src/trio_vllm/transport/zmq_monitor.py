@@ -21,6 +21,9 @@ EVENT_HEAD = struct.Struct("=HI")
 """An event's first frame: its number and its value. The second one is the address."""
 
 
+POLL_INTERVAL = 0.005
+"""Seconds between two looks whether a socket has ended, if another task waits for its events."""
+
 MAX_EVENTS = 10_000
 """Events taken at once; more than any socket has connections that change at a time."""
 
@@ -98,6 +101,15 @@ class PeerMonitor(trio.abc.ReceiveChannel[PeerEvent]):
             raise trio.EndOfChannel
         return event
 
+    async def wait_pending(self) -> None:
+        """Wait until there are events for `receive_pending`.
+
+        Raises:
+          trio.BusyResourceError: Another task is receiving.
+          trio.ClosedResourceError: The monitor is closed.
+        """
+        await self._source.wait_receivable()
+
     def receive_pending(self) -> list[PeerEvent]:
         """Give the events that have happened and were not received, maybe none.
 
@@ -112,6 +124,17 @@ class PeerMonitor(trio.abc.ReceiveChannel[PeerEvent]):
         if len(events) < len(received):  # the watched socket was closed
             self.close()
         return events
+
+    async def wait_ended(self) -> None:
+        """Wait until the watched socket is closed and its last messages are out, or given up."""
+        await trio.lowlevel.checkpoint()
+        with suppress(trio.ClosedResourceError):
+            while True:
+                self.receive_pending()
+                try:
+                    await self.wait_pending()
+                except trio.BusyResourceError:  # the other task may be the one that sees the end
+                    await trio.sleep(POLL_INTERVAL)
 
     def close(self) -> None:
         """Watch no longer; idempotent."""
@@ -173,6 +196,12 @@ class ConnectionTable(trio.abc.ReceiveChannel[Disconnect]):
         self._is_closed = False
 
     @property
+    def connection_count(self) -> int:
+        """How many connections there have been."""
+        self.process_events()
+        return len(self._connections)
+
+    @property
     def idle_connections(self) -> int:
         """How many open connections no message has come by."""
         self.process_events()
@@ -187,12 +216,15 @@ class ConnectionTable(trio.abc.ReceiveChannel[Disconnect]):
     async def run(self) -> None:
         """Task: follow the monitor until the socket is closed."""
         with suppress(trio.ClosedResourceError):
-            async for event in self._monitor:
-                self._process(event)
+            while True:
+                # To receive an event here would take it across a checkpoint, in which a message of
+                # the new connection could be received.
+                await self._monitor.wait_pending()
+                self.process_events()
 
     def process_events(self) -> None:
         """Take in what the monitor has told until now."""
-        if not self._is_closed:
+        with suppress(trio.ClosedResourceError):
             for event in self._monitor.receive_pending():
                 self._process(event)
 

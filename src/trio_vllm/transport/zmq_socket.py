@@ -1,50 +1,50 @@
-"""How many bytes of large messages wait for a peer.
+"""`ZmqSocket`: a ØMQ socket as a trio channel.
 
-ØMQ bounds what waits by the number of messages, whatever their size, and tells of none of them when
-it is out. But the memory of a large one is lent to it, and it gives that back.
+Theory of operation. A ØMQ socket has one descriptor for both directions. It turns readable when
+something happened to the socket, and any call on the socket may make it unreadable again, whatever
+the call was for. So there are three rules, and `ZmqSocket` keeps them for its users:
+
+- Try first, wait only after a failure, and expect to wake for nothing (`ZmqSocket._attempt_until`).
+- After every call, pass on the wake-up that it may have used up (`ZmqSocket._notify`).
+- One task watches the descriptor; the other direction's waits for that one (`ZmqSocket._wait`).
+
+A message is taken, or handed over, in one synchronous step, after which nothing is cancelled.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import attrs
 import trio
 import zmq
 
 from trio_vllm.errors import AddressInUseError, ConfigurationError, PeerGoneError
-from trio_vllm.transport.address import parse_endpoint
+from trio_vllm.transport.address import SocketFile, check_listener, parse_endpoint, prepare_path
 from trio_vllm.transport.channels import Frames, Received
 
-# MERGED transport/_socket: A ØMQ socket as a trio channel.
-#
-# Theory of operation. A ØMQ socket has one descriptor for both directions. It turns readable when
-# something happened to the socket, and any call on the socket may make it unreadable again, whatever
-# the call was for. So there are three rules, and `ZmqSocket` keeps them for its users:
-#
-# - Try first, wait only after a failure, and expect to wake for nothing (`ZmqSocket._attempt_until`).
-# - After every call, pass on the wake-up that it may have used up (`ZmqSocket._notify`).
-# - One task watches the descriptor; the other direction's waits for that one (`ZmqSocket._wait`).
-#
-# A message is taken, or handed over, in one synchronous step, after which nothing is cancelled.
-
-
-BACKLOG_SIZE = 64 * 1024 * 1024
-"""Bytes; the message that goes beyond is still taken."""
-
-LOOKING_INTERVAL = 0.005
+POLL_INTERVAL = 0.005
 """Seconds between two looks whether there is room again: that memory is back wakes nobody."""
 
 Lent = tuple[zmq.MessageTracker, int]
 
 
 @attrs.define
-class Backlog:
-    """The large messages of one socket that ØMQ has not done with."""
+class SendBudget:
+    """The bytes of large messages that wait for the peers of one socket.
 
+    ØMQ bounds what waits by the number of messages, whatever their size, and tells of none of them
+    when it is out. But the memory of a large one is lent to it, and it gives that back.
+    """
+
+    DEFAULT: ClassVar = 64 * 1024 * 1024
+
+    _limit: int
+    """In bytes; the message that goes beyond is still taken."""
     _lent: deque[Lent] = attrs.field(factory=deque, init=False)
     _size: int = attrs.field(default=0, init=False)
 
@@ -53,7 +53,7 @@ class Backlog:
         """Whether no more should be lent."""
         while self._lent and self._lent[0][0].done:
             self._size -= self._lent.popleft()[1]
-        return self._size >= BACKLOG_SIZE
+        return self._size >= self._limit
 
     def add(self, tracker: zmq.MessageTracker, size: int) -> None:
         """A message of this size waits until its tracker is done."""
@@ -61,8 +61,8 @@ class Backlog:
         self._size += size
 
 
-def tracked(frame: bytes | memoryview) -> tuple[zmq.Frame, zmq.MessageTracker]:
-    """The frame, lent whatever its size, and what is done when ØMQ gives it back."""
+def track(frame: bytes | memoryview) -> tuple[zmq.Frame, zmq.MessageTracker]:
+    """Make a frame that is lent whatever its size, and a tracker that is done with it."""
     lent = zmq.Frame(bytes(frame), track=True, copy=False, copy_threshold=0)
     tracker = lent.tracker
     assert isinstance(tracker, zmq.MessageTracker)
@@ -79,7 +79,7 @@ SOURCE_DESCRIPTOR = int(zmq.SRCFD)
 DONT_WAIT = int(zmq.DONTWAIT)
 MORE_FOLLOWS = int(zmq.SNDMORE)
 
-NO_OLD_PROTOCOLS = b"trio-vllm"
+REFUSE_ZMTP_1_2 = b"trio-vllm"
 """With a domain for authentication, though nobody authenticates here, ØMQ refuses peers that speak
 ZMTP 1 or 2, as nobody has since 2013: any few bytes of junk would pass for messages of these."""
 
@@ -105,11 +105,12 @@ class ZmqSocket:
     One task may receive while another one sends. Made by `ZmqContext.socket`, which also closes it.
     """
 
-    def __init__(self, raw: zmq.Socket[bytes], *, is_bounded: bool = False) -> None:
+    def __init__(self, raw: zmq.Socket[bytes], budget: SendBudget | None = None) -> None:
         self._raw = raw
-        self._backlog = Backlog() if is_bounded else None
+        self._budget = budget
         self._descriptor: int = raw.FD
         self._labels: ConnectionLabels | None = None
+        self._file: SocketFile | None = None
         self._waiting: dict[int, trio.CancelScope] = {}
         self._descriptor_is_watched = False
         self.address = ""
@@ -119,27 +120,39 @@ class ZmqSocket:
         """Listen, and return the address with the port that was chosen.
 
         Args:
-          address: ``tcp://host:port`` or ``ipc://path``. Port 0 lets the system choose one. A file
-            that is already at the path is replaced.
+          address: ``tcp://host:port`` or ``ipc://path``. Port 0 lets the system choose one. The
+            path is that of a socket which only this user may connect to, and which is removed at
+            the end.
           listener: A descriptor that already listens there, inherited from a supervisor. It belongs
             to the socket from now on.
 
         Raises:
-          AddressInUseError: Somebody else listens there.
-          ConfigurationError: The address has a wrong form or is not ours.
+          AddressInUseError: Another socket listens there.
+          ConfigurationError: The address has a wrong form or is not ours, there is a file that is no
+            socket, or ``listener`` does not listen.
         """
         endpoint = parse_endpoint(address, port_required=False)
+        if listener is not None:
+            check_listener(listener, address)
+        elif address.startswith("ipc://"):
+            prepare_path(address)
+        # ØMQ makes the file of a socket with the rights of any file.
+        mask = os.umask(0o077)
         try:
             self._raw.setsockopt(zmq.IPV6, endpoint.is_ipv6)
-            self._raw.setsockopt(zmq.ZAP_DOMAIN, NO_OLD_PROTOCOLS)
+            self._raw.setsockopt(zmq.ZAP_DOMAIN, REFUSE_ZMTP_1_2)
             if listener is not None:
                 self._raw.setsockopt(zmq.USE_FD, listener)
             self._raw.bind(endpoint.text)
         except zmq.ZMQError as error:
             if error.errno == zmq.EADDRINUSE:
                 raise AddressInUseError(address) from error
-            raise translated(error, f"cannot listen on {address}") from error
+            raise translate_error(error, f"cannot listen on {address}") from error
+        finally:
+            os.umask(mask)
         self.address = self._raw.get_string(zmq.LAST_ENDPOINT)
+        if self.address.startswith("ipc://") and listener is None:
+            self._file = SocketFile.at(self.address)
         return self.address
 
     def connect(self, address: str) -> None:
@@ -153,7 +166,7 @@ class ZmqSocket:
             self._raw.setsockopt(zmq.IPV6, endpoint.is_ipv6)
             self._raw.connect(endpoint.text)
         except zmq.ZMQError as error:
-            raise translated(error, f"cannot connect to {address}") from error
+            raise translate_error(error, f"cannot connect to {address}") from error
         self.address = endpoint.text
 
     def close(self) -> None:
@@ -164,8 +177,9 @@ class ZmqSocket:
         if self._raw.closed:
             return
         trio.lowlevel.notify_closing(self._descriptor)
-        self.stop_monitor()
         self._raw.close()
+        if self._file is not None:
+            self._file.remove()
 
     def set_options(self, options: Mapping[int, int | bytes]) -> None:
         """Set ØMQ's own options; for `ZmqContext`, before the socket is bound or connected."""
@@ -174,7 +188,7 @@ class ZmqSocket:
                 self._raw.setsockopt(option, value)
             except zmq.ZMQError as error:
                 failure = f"option {zmq.SocketOption(option).name} cannot be {value!r}"
-                raise translated(error, failure) from error
+                raise translate_error(error, failure) from error
 
     def start_monitor(self, address: str, events: int) -> None:
         """Send ``events`` to another socket of this context; for `ZmqContext`."""
@@ -212,6 +226,16 @@ class ZmqSocket:
           Loses no message.
         """
         return await self._attempt_until(RECEIVABLE, lambda: self._take(limit))
+
+    async def wait_receivable(self) -> None:
+        """Wait until there is a message to receive; like `receive_batch` otherwise."""
+        await self._attempt_until(RECEIVABLE, self._is_receivable)
+
+    def _is_receivable(self) -> bool:
+        try:
+            return bool(self._process_events() & RECEIVABLE)
+        except zmq.ZMQError as error:
+            raise translate_error(error, "cannot receive") from error
 
     def receive_batch_nowait(self, limit: int) -> list[Received]:
         """Return what is there, ``limit`` messages at most; `trio.WouldBlock` if nothing is."""
@@ -276,8 +300,8 @@ class ZmqSocket:
                 del self._waiting[event]
 
     def _patience(self, event: int) -> float:
-        is_full = self._backlog is not None and event == SENDABLE and self._backlog.is_full
-        return LOOKING_INTERVAL if is_full else math.inf
+        is_full = self._budget is not None and event == SENDABLE and self._budget.is_full
+        return POLL_INTERVAL if is_full else math.inf
 
     async def _watch_descriptor(self) -> None:
         self._descriptor_is_watched = True
@@ -289,13 +313,13 @@ class ZmqSocket:
             for scope in self._waiting.values():
                 scope.cancel()  # ours is over; the other direction looks, and watches in our place
 
-    def _look(self) -> int:
-        """Make ØMQ process all its news; give what is possible now."""
+    def _process_events(self) -> int:
+        """Make ØMQ process what has happened; give what is possible now."""
         return int(self._raw.getsockopt(EVENTS))
 
     def _notify(self) -> None:
         """Wake the tasks whose wait is over; the call before this may have hidden that from them."""
-        events = self._look() if self._waiting else 0
+        events = self._process_events() if self._waiting else 0
         for event, scope in self._waiting.items():
             if events & event:
                 scope.cancel()
@@ -312,7 +336,7 @@ class ZmqSocket:
             except zmq.Again:
                 break
             except zmq.ZMQError as error:
-                raise translated(error, "cannot receive") from error
+                raise translate_error(error, "cannot receive") from error
             descriptor = None if labels is None else int(frame.get(SOURCE_DESCRIPTOR))
             frames = [frame.bytes]
             while frame.more:  # free, where asking the socket costs twice a receive
@@ -326,21 +350,23 @@ class ZmqSocket:
     def _put(self, frames: Sequence[bytes | memoryview]) -> bool:
         """Hand over one message; False if ØMQ does not take it now."""
         _check_frames(frames)
-        if self._backlog is not None:
+        if self._budget is not None:
             size = sum(memoryview(frame).nbytes for frame in frames)
             if size >= ZERO_COPY_SIZE:
-                return self._put_large(frames, size, self._backlog)
+                return self._put_large(frames, size, self._budget)
         *head, last = frames
         return self._hand_over(head, last)
 
-    def _put_large(self, frames: Sequence[bytes | memoryview], size: int, backlog: Backlog) -> bool:
-        if backlog.is_full:
+    def _put_large(
+        self, frames: Sequence[bytes | memoryview], size: int, budget: SendBudget
+    ) -> bool:
+        if budget.is_full:
             return False
         *head, last = frames
-        lent, tracker = tracked(last)  # the others are out before it
+        lent, tracker = track(last)  # the others are out before it
         accepted = self._hand_over(head, lent)
         if accepted:
-            backlog.add(tracker, size)
+            budget.add(tracker, size)
         return accepted
 
     def _hand_over(
@@ -348,9 +374,9 @@ class ZmqSocket:
     ) -> bool:
         accepted = self._try_to_send(head, last)
         if not accepted:
-            # Sending processes news only now and then. Now that all is processed, the descriptor
+            # Sending processes events only now and then. Now that all is processed, the descriptor
             # must become readable before a third attempt can succeed.
-            self._look()
+            self._process_events()
             accepted = self._try_to_send(head, last)
         self._notify()
         return accepted
@@ -370,7 +396,7 @@ class ZmqSocket:
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:  # a ROUTER's messages begin with the peer's id
                 raise PeerGoneError(bytes(head[0])) from error
-            raise translated(error, "cannot send") from error
+            raise translate_error(error, "cannot send") from error
         return True
 
 
@@ -393,7 +419,7 @@ def _check_frames(frames: Sequence[bytes | memoryview]) -> None:
             raise ValueError("a frame must be contiguous memory")
 
 
-def translated(error: zmq.ZMQError, failure: str) -> Exception:
+def translate_error(error: zmq.ZMQError, failure: str) -> Exception:
     """What to raise for an error of ØMQ that no caller handles in a special way."""
     if error.errno in {zmq.ENOTSOCK, zmq.ETERM}:
         return trio.ClosedResourceError("this socket is closed")

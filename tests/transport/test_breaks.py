@@ -1,0 +1,171 @@
+"""Single connections that are reset or frozen: each is told, on either side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import attrs
+import pytest
+import trio
+from tests.proxy import Proxy, open_proxy
+from tests.ready import ready_response
+from tests.transport.peers import LIMIT
+from tests.transport.startup import RawEngine, RawFrontend, beside
+
+from trio_vllm.protocol import encode_init
+from trio_vllm.transport import (
+    Disconnect,
+    EngineChannels,
+    FrontendDisconnect,
+    HandshakeOwner,
+    join_frontend,
+)
+from trio_vllm.transport.zmq_context import SocketType, ZmqContext
+
+TOLD_WITHIN = 2.0
+
+
+@attrs.define
+class Rig:
+    """A frontend, and an engine that is connected to it through proxies."""
+
+    channels: EngineChannels
+    engine: RawEngine
+    input: Proxy
+    output: Proxy
+
+
+@asynccontextmanager
+async def connected(
+    context: ZmqContext, folder: Path, heartbeat_timeout: float = math.inf
+) -> AsyncIterator[Rig]:
+    handshake = f"ipc://{folder}/handshake"
+    engine = RawEngine(context, handshake)
+    proxies: list[Proxy] = []
+
+    async with trio.open_nursery() as nursery:
+
+        async def hold(target: str, task_status: trio.TaskStatus[Proxy]) -> None:
+            async with open_proxy(target) as proxy:
+                task_status.started(proxy)
+                await trio.sleep_forever()
+
+        async def start() -> None:
+            addresses = await engine.say_hello()
+            targets = (*addresses.inputs, *addresses.outputs)
+            proxies.extend([await nursery.start(hold, target) for target in targets])
+            engine.register(
+                attrs.evolve(addresses, inputs=[proxies[0].address], outputs=[proxies[1].address])
+            )
+            engine.say_ready()
+
+        mode = HandshakeOwner(handshake_address=handshake, heartbeat_timeout=heartbeat_timeout)
+        async with beside(start), mode.connect() as channels:
+            yield Rig(channels, engine, *proxies)
+        nursery.cancel_scope.cancel()
+
+
+async def output_connection(rig: Rig) -> int | None:
+    rig.engine.output.send_nowait([b"output"])
+    ((frames, connection),) = await rig.channels.outputs.receive_batch(5)
+    assert frames == [b"output"]
+    return connection
+
+
+async def test_reset_output_connection(context: ZmqContext, tmp_path: Path) -> None:
+    """ØMQ connects again, but what was under way is lost; so the break is told."""
+    with trio.fail_after(LIMIT):
+        async with connected(context, tmp_path) as rig:
+            connection = await output_connection(rig)
+            begin = trio.current_time()
+
+            await rig.output.connections[0].reset()
+
+            assert await rig.channels.disconnects.receive() == Disconnect(connection=connection)
+            assert trio.current_time() - begin < TOLD_WITHIN
+            assert await output_connection(rig) != connection
+
+
+async def test_reset_input_connection(context: ZmqContext, tmp_path: Path) -> None:
+    with trio.fail_after(LIMIT):
+        async with connected(context, tmp_path) as rig:
+            begin = trio.current_time()
+
+            await rig.input.connections[0].reset()
+
+            assert await rig.channels.disconnects.receive() == Disconnect(engine_index=0)
+            assert trio.current_time() - begin < TOLD_WITHIN
+
+
+@pytest.mark.parametrize("side", ["input", "output"])
+async def test_frozen_connection_with_heartbeats(
+    context: ZmqContext, tmp_path: Path, side: str
+) -> None:
+    """Either is heard of by itself; the other one stands."""
+    with trio.fail_after(LIMIT):
+        async with connected(context, tmp_path, heartbeat_timeout=0.6) as rig:
+            connection = await output_connection(rig)
+            expected = Disconnect(engine_index=0)
+            if side == "output":
+                expected = Disconnect(connection=connection)
+
+            getattr(rig, side).connections[0].freeze()
+
+            assert await rig.channels.disconnects.receive() == expected
+
+
+async def test_frozen_connection_without_heartbeats(context: ZmqContext, tmp_path: Path) -> None:
+    """Nothing is told, and what was under way arrives when it is thawed."""
+    with trio.fail_after(LIMIT):
+        async with connected(context, tmp_path) as rig:
+            connection = await output_connection(rig)
+            rig.output.connections[0].freeze()
+            rig.engine.output.send_nowait([b"late"])
+            with trio.move_on_after(0.5):
+                raise AssertionError(await rig.channels.outputs.receive_batch(5))
+
+            rig.output.connections[0].thaw()
+
+            assert await rig.channels.outputs.receive_batch(5) == [([b"late"], connection)]
+
+
+@pytest.mark.parametrize("side", ["input", "output"])
+@pytest.mark.parametrize("freezes", [False, True])
+async def test_engine_is_told_of_its_clients_connections(
+    context: ZmqContext, tmp_path: Path, side: str, freezes: bool
+) -> None:
+    """The break of either; frozen ones are found by heartbeats."""
+    frontend = RawFrontend.bind(context, tmp_path)
+    inner, outer = context.socket(SocketType.ROUTER), context.socket(SocketType.PULL)
+    targets = [inner.bind("tcp://127.0.0.1:0"), outer.bind("tcp://127.0.0.1:0")]
+    with trio.fail_after(LIMIT):
+        async with open_proxy(targets[0]) as first, open_proxy(targets[1]) as second:
+            addresses = {"inputs": [first.address], "outputs": [second.address]}
+
+            async def answer() -> None:
+                identity, _ = await frontend.handshake.receive()
+                init = encode_init(frontend.init(**addresses))
+                frontend.handshake.send_nowait([identity, *init])
+
+            proxy = first if side == "input" else second
+            async with (
+                beside(answer),
+                join_frontend(
+                    frontend.handshake.address,
+                    engine_index=0,
+                    ready_response=lambda _: ready_response(0),
+                    heartbeat_timeout=0.6,
+                ) as channels,
+            ):
+                channels.outputs[0].send_nowait([b"output"])
+                assert await outer.receive() == [b"output"]
+                if freezes:
+                    proxy.connections[0].freeze()
+                else:
+                    await proxy.connections[0].reset()
+                lost = await channels.disconnects.receive()
+
+    assert lost == FrontendDisconnect(proxy.address, 0)
