@@ -13,6 +13,9 @@ nox.options.sessions = ["lint", "typing", "tests", "build"]
 nox.options.error_on_missing_interpreters = False  # also in CI: test on what there is
 
 ROOT = Path(__file__).parent
+CHECKED = ["src", "tests", "smoke", "noxfile.py"]
+"""What is ours to check: a clone may hold other files, such as the README's ``hello.py``."""
+
 PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 PROJECT = PYPROJECT["project"]
 PYTHONS = [
@@ -42,8 +45,8 @@ def group(name: str) -> list[str]:
 def lint(session: nox.Session) -> None:
     """Check rules, format and the use of trio."""
     session.install(*group("lint"))
-    session.run("ruff", "check")
-    session.run("ruff", "format", "--check")
+    session.run("ruff", "check", *CHECKED)
+    session.run("ruff", "format", "--check", *CHECKED)
     startable = "--startable-in-context-manager=serve_mock_engines"
     check_async = ("flake8-async", "--enable=ASYNC", startable, "--disable")
     # ASYNC109: a timeout parameter is our contract for every wait on a peer.

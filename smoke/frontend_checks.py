@@ -2,19 +2,14 @@
 
 import re
 import signal
-import sys
 import time
 from collections import Counter
-from contextlib import AbstractContextManager
 
 import trio
 
+from harness import eventually, expect
 from http_client import events, get, post
-from processes import Process, running
-
-PARSERS = ("--reasoning-parser", "none", "--tool-call-parser", "none")
-"""Options of the Rust frontend: the tiny model has no such tokens as its family's parsers look for.
-"""
+from processes import Process
 
 PACE = ("--step-interval", "0.005")
 """Options of the mock engine. As fast as it can be, it has made all tokens before a frontend, busy
@@ -35,20 +30,6 @@ model's length."""
 REQUESTS = 500
 CROWD = 40
 """Requests that run while we look at the frontend's figures."""
-
-SETTLE_TIMEOUT = 30.0
-"""Seconds after which what has been sent must show in logs and figures."""
-
-
-class CheckError(Exception):
-    """Something is not as it must be."""
-
-
-def mock_engine(handshake_port: int, *args: str) -> AbstractContextManager[Process]:
-    """Run mock engines behind the frontend that listens on ``handshake_port``."""
-    address = f"tcp://127.0.0.1:{handshake_port}"
-    command = [sys.executable, "-m", "trio_vllm", "mock-engine", "--handshake-address", address]
-    return running("mock-engine", [*command, "--log-requests", *args])
 
 
 def check_frontend(port: int, mock: Process, engine_count: int, server_count: int = 1) -> None:
@@ -72,10 +53,10 @@ async def check_stream(port: int, mock: Process, engine_count: int, server_count
                 texts.append(choice["delta"].get("content") or "")
                 reasons.append(choice.get("finish_reason"))
             usage = event.get("usage") or usage
-    expect("finish reasons", ["length"], [reason for reason in reasons if reason])
-    expect("tokens", 16, usage and usage["completion_tokens"])
+    expect("finish reasons", [reason for reason in reasons if reason], ["length"])
+    expect("tokens", usage and usage["completion_tokens"], 16)
     # How many tokens an event has is the frontend's business: these engines are faster than it.
-    expect("that there is a text", True, any(texts))
+    expect("that there is a text", any(texts), True)
     await eventually("the request to be logged", lambda: Log(mock).finished - before.finished == 1)
 
 
@@ -89,14 +70,14 @@ async def check_many(port: int, mock: Process, engine_count: int, server_count: 
         answer = await post(port, "/v1/completions", body)
         (choice,) = answer["choices"]
         got = answer["usage"]["completion_tokens"], choice["finish_reason"]
-        expect("the completion", (length, "length"), got)
+        expect("the completion", got, (length, "length"))
 
     async with trio.open_nursery() as nursery:
         for length in lengths:
             nursery.start_soon(ask, length)
     await eventually("all to be logged", lambda: Log(mock).finished - before.finished == REQUESTS)
-    expect("engines that served", set(range(engine_count)), set(Log(mock).served))
-    expect("tokens", sum(lengths), Log(mock).tokens - before.tokens)
+    expect("engines that served", set(Log(mock).served), set(range(engine_count)))
+    expect("tokens", Log(mock).tokens - before.tokens, sum(lengths))
 
 
 async def check_figures(port: int, mock: Process, engine_count: int, server_count: int) -> None:
@@ -104,8 +85,8 @@ async def check_figures(port: int, mock: Process, engine_count: int, server_coun
     log = Log(mock)
     await eventually("all tokens to be counted", lambda: count_tokens(port, log.tokens))
     figures = await metrics(port)
-    expect("finished requests", log.finished, figures["vllm:request_success_total"])
-    expect("prompt tokens", log.prompt_tokens, figures["vllm:prompt_tokens_total"])
+    expect("finished requests", figures["vllm:request_success_total"], log.finished)
+    expect("prompt tokens", figures["vllm:prompt_tokens_total"], log.prompt_tokens)
 
     async with trio.open_nursery() as nursery:
         for _ in range(CROWD):
@@ -123,20 +104,20 @@ async def check_disconnect(port: int, mock: Process, engine_count: int, server_c
         for _ in range(5):
             await anext(received)
     await eventually("one abort", lambda: Log(mock).aborted - before.aborted == 1)
-    expect("requests left", 0, Log(mock).started - Log(mock).finished - Log(mock).aborted)
+    expect("requests left", Log(mock).started - Log(mock).finished - Log(mock).aborted, 0)
 
 
 def check_summary(mock: Process) -> None:
     """At its end the mock sums up what it has logged."""
     log = Log(mock)
     mock.send_signal(signal.SIGINT)
-    expect("the exit code", 0, mock.wait_for_exit(20))
+    expect("the exit code", mock.wait_for_exit(20), 0)
     figures = dict(re.findall(r"(\w+)=(\d+)", mock.wait_for_line("summary: ", 5)))
-    expect("requests", log.started, int(figures["requests"]))
-    expect("tokens", log.tokens, int(figures["tokens"]))
-    expect("finished", log.finished, int(figures["finished"]))
-    expect("aborted", log.aborted, int(figures["aborted"]))
-    expect("errors", 0, int(figures["errors"]))
+    expect("requests", int(figures["requests"]), log.started)
+    expect("tokens", int(figures["tokens"]), log.tokens)
+    expect("finished", int(figures["finished"]), log.finished)
+    expect("aborted", int(figures["aborted"]), log.aborted)
+    expect("errors", int(figures["errors"]), 0)
 
 
 async def read_endlessly(port: int) -> None:
@@ -191,21 +172,3 @@ async def has_none_left(port: int, server_count: int) -> bool:
     if server_count > 1:
         await post(port, "/v1/completions", {"model": "tiny", "prompt": [1], "max_tokens": 1})
     return False
-
-
-async def eventually(what: str, look: object) -> None:
-    """Wait until ``look`` gives something true; it may be async."""
-    deadline = trio.current_time() + SETTLE_TIMEOUT
-    while True:
-        seen = look()  # type: ignore[operator]
-        if await seen if hasattr(seen, "__await__") else seen:
-            return
-        if trio.current_time() > deadline:
-            raise CheckError(f"waited for {what} in vain")
-        await trio.sleep(0.1)
-
-
-def expect(what: str, wanted: object, got: object) -> None:
-    """Fail unless both are equal."""
-    if wanted != got:
-        raise CheckError(f"{what}: {got!r}, not {wanted!r}")

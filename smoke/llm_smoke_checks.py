@@ -2,21 +2,15 @@
 
 import os
 import re
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
+from harness import CheckError, our_command
 from processes import Process, running
-
-LLM_SMOKE = [sys.executable, "-m", "trio_vllm", "llm-smoke"]
-
-LOSS_LIMIT = 2.0
-"""Seconds from the death of an engine to the end of the command."""
 
 STOP_LIMIT = 1.0
 """Seconds from Ctrl-C to the end of the command."""
-
 
 FIVE_IDS = r"token_ids=\[\d+(, \d+){4}\]"
 
@@ -30,15 +24,11 @@ ALL_PASS = (
 )
 
 
-class CheckError(Exception):
-    """The command did not do what it must."""
-
-
 def llm_smoke(
     *tokens: str, environment: Mapping[str, str] | None = None
 ) -> AbstractContextManager[Process]:
     """Run the command while the block runs."""
-    return running("llm-smoke", [*LLM_SMOKE, *tokens], environment=environment)
+    return running("llm-smoke", [*our_command("llm-smoke"), *tokens], environment=environment)
 
 
 def expect_lines(process: Process, exit_code: int, *patterns: str, timeout: float = 60.0) -> None:
@@ -70,8 +60,3 @@ def expect_end_within(
 def begin_request(process: Process, timeout: float = 180.0) -> None:
     """Wait until a request is about to be sent."""
     process.wait_for_line("^prompt_token_ids=", timeout)
-
-
-def ok(what: str, seconds: float) -> None:
-    """Tell of a check that has passed."""
-    print(f"ok {what} {seconds:.2f} s", flush=True)

@@ -1,69 +1,122 @@
-"""Run the smoke checks: each script by itself, in its own process, within a time limit.
+"""Run the smoke checks: each in its own process, within a time limit.
 
-``mock_*.py`` need nothing but the installed package. ``peers_*.py`` need real vLLM processes
-(see ``peers.py``) and run with ``--peers``; where these cannot be installed they are skipped,
-loudly, and that is no failure. A script fails by its exit code, by its time limit, and by
-leaving a process running.
+Those in ``checks/`` need nothing but the installed package. Those in ``peers/`` need real vLLM
+processes (see ``provision.py``) and run with ``--peers``; where these cannot be installed they are
+skipped, loudly, and that is no failure. A check fails by raising, by its time limit, and by leaving a
+process running.
 """
+
+from __future__ import annotations
 
 import argparse
 import contextlib
-import fnmatch
+import dataclasses
+import importlib
 import signal
 import sys
 import tempfile
 import textwrap
 import time
 import uuid
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from peers import PeersUnavailable, provision
 from processes import POLL_INTERVAL, ProcessError, kill_all, marked_processes, running, tail
+from provision import (
+    BUILT_VERSION,
+    REFERENCE_VERSION,
+    VERSIONS,
+    PeersUnavailable,
+    find_peers,
+    provision,
+)
 
-HERE = Path(__file__).parent
+OUR_CHECKS = ("llm", "llm_smoke")
+
+REFERENCE = (REFERENCE_VERSION,)
+WINDOW = (REFERENCE_VERSION, BUILT_VERSION)
+"""Both ends of the window of versions that the package works with."""
+
+PEER_CHECKS = {
+    "wire_types": WINDOW,  # every message, read and written by the types of either version
+    "utilities": WINDOW,  # the methods differ
+    "llm_smoke": REFERENCE,
+    "llm_smoke_spawn": REFERENCE,
+    "llm": REFERENCE,
+    "lockstep": REFERENCE,
+    "bootstrapped": REFERENCE,
+    "losses": REFERENCE,
+    "python_frontend": REFERENCE,
+    "rust_frontend": REFERENCE,
+    "restart": REFERENCE,
+}
+"""The checks with real peers, and the versions of vLLM that each runs with unless told otherwise."""
 
 MARK = "TRIO_VLLM_SMOKE_MARK"
-"""The variable by which we find what a script has started."""
+"""The variable by which we find what a check has started."""
 
-TIME_LIMITS = {"mock": 300.0, "peers": 900.0}
-"""Seconds a script may take, by kind: several times what it takes on a busy machine of two cores."""
+TIME_LIMITS = {"checks": 300.0, "peers": 900.0}
+"""Seconds a check may take, by kind: several times what it takes on a busy machine of two cores."""
 
 TOTAL_LIMIT = 3000.0
 """Seconds that all may take together, should several of them hang."""
 
 INTERRUPT_GRACE = 15.0
-"""Seconds between SIGINT and SIGTERM for a script whose time is over."""
+"""Seconds between SIGINT and SIGTERM for a check whose time is over."""
 
 STOP_GRACE = 5.0
-"""Seconds between SIGTERM and SIGKILL for a script that is stopped."""
+"""Seconds between SIGTERM and SIGKILL for a check that is stopped."""
 
 STRAY_GRACE = 2.0
-"""Seconds after a script's end in which what it started may still be ending."""
+"""Seconds after a check's end in which what it started may still be ending."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One check, with the version of vLLM that it is run with, if any."""
+
+    kind: str
+    module: str
+    version: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What it is called, and picked by."""
+        path = f"{self.kind}/{self.module}"
+        return path if self.version is None else f"{path}@{self.version}"
+
+    def run(self) -> None:
+        """Run it in this process."""
+        main = importlib.import_module(f"{self.kind}.{self.module}").main
+        if self.version is None:
+            main()
+        elif peers := find_peers(self.version):
+            main(peers)
+        else:
+            raise SystemExit("the peers are not there; run.py --peers builds them")
 
 
 def main() -> int:
-    """Run what the command line asks for; 1 if any script failed."""
+    """Run what the command line asks for; 1 if any check failed."""
     arguments = parse_arguments()
     signal.signal(signal.SIGTERM, stop)
-    scripts = find_scripts("mock", arguments.k)
-    skipped: list[Path] = []
-    if arguments.peers:
-        scripts_with_peers = find_scripts("peers", arguments.k)
-        try:
-            provision()
-        except PeersUnavailable as reason:
-            skipped = scripts_with_peers
-            print_banner(reason, skipped)
-        else:
-            scripts += scripts_with_peers
-    if not scripts and not skipped:
-        print("there is no such smoke script")
+    if arguments.here:
+        (check,) = pick([arguments.here], arguments.vllm)
+        check.run()
         return 0
+    checks = [
+        check
+        for check in pick(arguments.names, arguments.vllm)
+        if check.version is None or arguments.peers
+    ]
+    if not checks:
+        print("there is no such smoke check (those in peers/ need --peers)")
+        return 2
+    skipped = impossible(checks)
+    to_run = [check for check in checks if check not in skipped]
     deadline = time.monotonic() + TOTAL_LIMIT
-    passed = [run_script(script, arguments, deadline) for script in scripts].count(True)
-    failed = len(scripts) - passed
+    passed = [run_check(check, arguments, deadline) for check in to_run].count(True)
+    failed = len(to_run) - passed
     print(f"smoke: {passed} passed, {failed} failed, {len(skipped)} skipped")
     return 1 if failed else 0
 
@@ -73,10 +126,16 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument(
+        "names", metavar="NAME", nargs="*", help="run those that have this in their name"
+    )
     parser.add_argument("--peers", action="store_true", help="also run those with real peers")
-    parser.add_argument("-k", metavar="PATTERN", default="", help="run those whose name has this")
-    parser.add_argument("--limit", type=float, metavar="SECONDS", help="time limit of a script")
-    parser.add_argument("-v", "--verbose", action="store_true", help="show the scripts' output")
+    parser.add_argument(
+        "--vllm", choices=VERSIONS, help="the version of all real peers (default: see run.py)"
+    )
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="time limit of a check")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show the checks' output")
+    parser.add_argument("--here", metavar="NAME", help="run one check in this process")
     return parser.parse_args()
 
 
@@ -85,43 +144,58 @@ def stop(_signal: int, _frame: FrameType | None) -> NoReturn:
     raise SystemExit(1)
 
 
-def find_scripts(kind: str, pattern: str) -> list[Path]:
-    """The scripts of a kind, by name; ``pattern`` is a part of it or a shell pattern."""
-    return [
-        path
-        for path in sorted(HERE.glob(f"{kind}_*.py"))
-        if fnmatch.fnmatch(path.stem, f"*{pattern}*")
-    ]
+def pick(names: list[str], version: str | None) -> list[Check]:
+    """The checks whose name has one of ``names`` in it; a whole name is that check alone."""
+    found = [Check("checks", module) for module in OUR_CHECKS]
+    for module, versions in PEER_CHECKS.items():
+        found += [Check("peers", module, each) for each in ([version] if version else versions)]
+    if exact := [check for check in found if check.name in names]:
+        return exact
+    return [check for check in found if not names or any(name in check.name for name in names)]
 
 
-def run_script(script: Path, arguments: argparse.Namespace, deadline: float) -> bool:
-    """Run one script, end all that it has started, and print whether and how fast it passed."""
+def impossible(checks: list[Check]) -> list[Check]:
+    """Provide for the peers, if any check needs them; the checks that cannot run without."""
+    with_peers = [check for check in checks if check.version is not None]
+    if with_peers:
+        try:
+            provision()
+        except PeersUnavailable as reason:
+            print_banner(reason, with_peers)
+            return with_peers
+    return []
+
+
+def run_check(check: Check, arguments: argparse.Namespace, deadline: float) -> bool:
+    """Run one check, end all that it has started, and print whether and how fast it passed."""
     begin = time.monotonic()
-    limit = arguments.limit or TIME_LIMITS[script.stem.partition("_")[0]]
+    limit = arguments.limit or TIME_LIMITS[check.kind]
     limit = max(min(limit, deadline - begin), 0.0)
     mark = uuid.uuid4().hex
     try:
-        failure, output = run_marked(script, mark, limit)
+        failure, output = run_marked(check, mark, limit)
         seconds = time.monotonic() - begin
     finally:
         strays = kill_strays(mark)
     if strays and not failure:
         failure = f"processes left running: {len(strays)}"
-    report = f"{script.stem} {seconds:.1f} s"
+    report = f"{check.name} {seconds:.1f} s"
     print(f"FAIL {report}: {failure}" if failure else f"ok {report}", flush=True)
     if failure or arguments.verbose:
         print(textwrap.indent(output if arguments.verbose else tail(output), "    "), flush=True)
     return not failure
 
 
-def run_marked(script: Path, mark: str, limit: float) -> tuple[str, str]:
-    """Run one script; return why it failed, or nothing, and what it printed."""
-    command = [sys.executable, "-u", str(script)]
+def run_marked(check: Check, mark: str, limit: float) -> tuple[str, str]:
+    """Run one check; return why it failed, or nothing, and what it printed."""
+    command = [sys.executable, "-u", __file__, "--here", check.name]
+    if check.version is not None:
+        command += ["--vllm", check.version]
     failure = ""
     with (
         tempfile.TemporaryDirectory(prefix="smoke-") as scratch,
         running(
-            script.name, command, environment={MARK: mark, "TMPDIR": scratch}, grace=STOP_GRACE
+            check.name, command, environment={MARK: mark, "TMPDIR": scratch}, grace=STOP_GRACE
         ) as process,
     ):
         try:
@@ -145,10 +219,10 @@ def kill_strays(mark: str) -> list[int]:
     return kill_all(lambda: marked_processes(MARK, mark))
 
 
-def print_banner(reason: PeersUnavailable, skipped: list[Path]) -> None:
+def print_banner(reason: PeersUnavailable, skipped: list[Check]) -> None:
     """Say so that nobody overlooks it that the real peers are missing."""
     bar = "!" * 100
-    names = " ".join(script.stem for script in skipped) or "(there is none)"
+    names = " ".join(check.name for check in skipped)
     print(bar, "THE REAL PEERS ARE NOT TO BE HAD HERE", reason, sep="\n")
     print(f"NOT CHECKED: {names}", bar, sep="\n", flush=True)
 

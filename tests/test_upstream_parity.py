@@ -13,6 +13,9 @@ import attrs
 import pytest
 
 import trio_vllm
+import trio_vllm.client
+import trio_vllm.llm
+import trio_vllm.protocol
 
 
 @attrs.frozen
@@ -152,7 +155,7 @@ GENERATE_OUTPUT: Table = {
     "sampling_mask": "CompletionOutput.sampling_masks",
     "finish_reason": "CompletionOutput.finish_reason",
     "finish_reason.stop_reason": "CompletionOutput.stop_reason",
-    "finished": "CompletionOutput.finished",
+    "finished": "CompletionDelta.finished",
     "error": "CompletionOutput.error",
     "mm_cache_miss_hashes": "CompletionOutput.mm_cache_miss_hashes",
     "kv_transfer_params": "CompletionOutput.kv_transfer_params",
@@ -186,6 +189,12 @@ TABLES = {
 }
 
 
+def public(name: str) -> Any:
+    """The object of this name at the root, or else in one of the public packages."""
+    homes = (trio_vllm, trio_vllm.llm, trio_vllm.client, trio_vllm.protocol)
+    return next(getattr(home, name) for home in homes if hasattr(home, name))
+
+
 @pytest.mark.parametrize(
     ("upstream", "ours"),
     [
@@ -199,8 +208,9 @@ def test_it_is_here_or_there_is_a_reason(upstream: str, ours: str | Missing) -> 
         assert ours.reason
         return
     path, _, parameter = ours.removesuffix(")").partition("(")
-    found: Any = trio_vllm
-    for name in path.split("."):
+    first, *others = path.split(".")
+    found = public(first)
+    for name in others:
         found = getattr(found, name)
     if parameter:
         assert parameter in inspect.signature(found).parameters
@@ -210,7 +220,7 @@ def test_it_is_here_or_there_is_a_reason(upstream: str, ours: str | Missing) -> 
 
 def _fields(path: str) -> list[str]:
     """The fields of the attrs class that a path leads into."""
-    return [field.name for field in attrs.fields(getattr(trio_vllm, path.split(".")[0]))]
+    return [field.name for field in attrs.fields(public(path.split(".")[0]))]
 
 
 async def test_what_is_an_attribute_of_the_instance() -> None:

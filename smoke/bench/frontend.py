@@ -5,6 +5,7 @@ for it shares the machine with the engine that it measures.
 """
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,8 +35,9 @@ STARTUP_TIMEOUT = 60.0
 ADD = b"\0"
 UTILITY = b"\3"
 
-ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parents[1])}
-"""Lets a Python find this package."""
+PATHS = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(PATHS)}
+"""Lets a Python find this package, and what we find."""
 
 Command = Callable[[str], Sequence[str | Path]]
 """The command that starts engines for a handshake address."""

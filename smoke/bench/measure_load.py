@@ -13,8 +13,9 @@ from bench.frontend import ENVIRONMENT, Command, connected
 from bench.loads import ping
 from bench.turns import Effort, take_turns
 from bench.workers import Worker, working
-from peers import VLLM_ENVIRONMENT, find_peers, free_port
+from harness import free_port
 from processes import running
+from provision import BUILT_VERSION, find_peers
 
 ASYNC_LLM = "AsyncLLM"
 CONCURRENCY = 256
@@ -52,7 +53,7 @@ def ours() -> Iterator[Worker]:
 @contextlib.contextmanager
 def theirs() -> Iterator[Worker | None]:
     """vLLM's own client on another one, if vLLM is there."""
-    peers = find_peers()
+    peers = find_peers(BUILT_VERSION)
     if peers is None:
         bar = "!" * 100
         print(
@@ -65,7 +66,7 @@ def theirs() -> Iterator[Worker | None]:
         ASYNC_LLM,
         mock_engine(),
         lambda port: [peers.python, script, str(port), peers.model],
-        VLLM_ENVIRONMENT,
+        peers.environment,
     ) as worker:
         yield worker
 

@@ -8,10 +8,11 @@ with the same one, unread.
 
 import argparse
 import time
-from typing import Any
 
 import ormsgpack
 import zmq
+
+from ready import READY
 
 ADD = b"\0"
 
@@ -19,26 +20,6 @@ ENGINE_ID = b"\0\0"
 TOKEN = 31_999
 LENGTH = 1
 """The finish reason."""
-
-READY: dict[str, Any] = {
-    "max_model_len": 1_048_576,
-    "num_gpu_blocks": 0,
-    "block_size": 16,
-    "dp_stats_address": None,
-    "dtype": "float32",
-    "vllm_version": "raw",
-    "world_size": 1,
-    "data_parallel_size": 1,
-    "tensor_parallel_size": 1,
-    "pipeline_parallel_size": 1,
-    "decode_context_parallel_size": 1,
-    "data_parallel_rank": 0,
-    "max_num_seqs": 256,
-    "max_num_batched_tokens": 8192,
-    "instance_id": "raw",
-    "supports_lora": False,
-    "max_loras": 0,
-}
 
 
 def main() -> None:

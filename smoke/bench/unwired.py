@@ -11,29 +11,11 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from bench.workers import Answer
+from ready import READY
 from trio_vllm import EngineCoreReadyResponse, Llm
 from trio_vllm.client import run_client
 from trio_vllm.protocol import EngineCoreOutput, FinishReason, defaults_of, index_of
 from trio_vllm.transport import Disconnect, EngineChannels, Received
-
-READY = EngineCoreReadyResponse(
-    max_model_len=1_048_576,
-    num_gpu_blocks=0,
-    block_size=16,
-    dtype="float32",
-    vllm_version="0.33.0",
-    world_size=1,
-    data_parallel_size=1,
-    tensor_parallel_size=1,
-    pipeline_parallel_size=1,
-    decode_context_parallel_size=1,
-    data_parallel_rank=0,
-    max_num_seqs=256,
-    max_num_batched_tokens=8192,
-    instance_id="bench",
-    supports_lora=False,
-    max_loras=0,
-)
 
 TOKEN = 31_999
 ROW = defaults_of(EngineCoreOutput)
@@ -119,7 +101,8 @@ async def unwired_llm() -> AsyncIterator[tuple[Llm, Feed]]:
     """Open an `Llm` on a `Feed`."""
     feed = Feed()
     _, disconnects = trio.open_memory_channel[Disconnect](0)
-    async with run_client(EngineChannels("", "", {0: READY}, feed, feed, disconnects)) as client:
+    ready = EngineCoreReadyResponse(**READY)
+    async with run_client(EngineChannels("", "", {0: ready}, feed, feed, disconnects)) as client:
         yield Llm(client), feed
 
 

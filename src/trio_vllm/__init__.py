@@ -1,214 +1,63 @@
 """Drive headless vLLM engine cores from trio, token in and token out.
 
-All public names are here, except those of the mock engine: they are in `trio_vllm.mock`. Each is
-imported when it is first used, so that importing the package costs nothing and the commands answer
-fast.
+Here is what most programs use: connecting, requests, outputs, errors. The rest is in these public
+packages and modules:
+
+- `trio_vllm.llm`: the facade's further types; `trio_vllm.llm.metrics`: Prometheus metrics;
+- `trio_vllm.client`: the client of the engines;
+- `trio_vllm.protocol`: all that is said over the wire;
+- `trio_vllm.errors`: all exceptions;
+- `trio_vllm.mock`: mock engines.
+
+`trio_vllm.transport`, `trio_vllm.cli` and `trio_vllm.concurrency` are internal. Each name is imported
+when it is first used, so that importing the package costs nothing and the commands answer fast.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
+from trio_vllm._lazy import install_lazy_importer
 
 TYPE_CHECKING = False  # type checkers know better; importing it from typing would take 10 ms
 
-if TYPE_CHECKING:
-    from trio_vllm.client import (
-        Bootstrapped,
-        EngineCoreClient,
-        EngineInfo,
-        HandshakeOwner,
-        KvCacheGroup,
-        OutputStream,
-        PauseMode,
-        StreamOutput,
-        open_client,
-    )
-    from trio_vllm.errors import (
-        AddressInUseError,
-        ClientClosedError,
-        ConfigurationError,
-        DecodeError,
-        DuplicateRequestIdError,
-        EmptyPromptError,
-        EngineCoreError,
-        EngineDeadError,
-        InconsistentUtilityResultsError,
-        InternalError,
-        InvalidDataParallelRankError,
-        InvalidFieldError,
-        PeerGoneError,
-        RequestError,
-        StartupError,
-        UnsupportedFieldError,
-        UtilityCallFailedError,
-        UtilityError,
-        UtilityRefusedError,
-        UtilityResultError,
-        UtilityTimeoutError,
-    )
-    from trio_vllm.llm import (
-        CompletionOutput,
-        EncodeOutput,
-        EncodeRequest,
-        GenerateOutput,
-        GenerateRequest,
-        GenerateStream,
-        Llm,
-        RequestTimings,
-        Usage,
-        WeightVersionSpan,
-        open_llm,
-    )
-    from trio_vllm.protocol import (
-        CudagraphStats,
-        DpControlOutput,
-        EngineCoreEvent,
-        EngineCoreOutput,
-        EngineCoreOutputs,
-        EngineCoreReadyResponse,
-        EngineCoreRequest,
-        EngineCoreSamplingParams,
-        EngineId,
-        EventType,
-        FinishReason,
-        IterationDetails,
-        KvCacheEvictionEvent,
-        KvEventsConfig,
-        KvHintAction,
-        KvHintsEnvelope,
-        LateChunkingParams,
-        LateInteractionParams,
-        Logprobs,
-        LoRARequest,
-        MultiModalFeatureSpec,
-        MultiModalField,
-        MultiModalFieldElem,
-        PerfStats,
-        PlaceholderRange,
-        PoolingParams,
-        PositionLogprobs,
-        PrefillStats,
-        PrefixCacheStats,
-        RepetitionDetectionParams,
-        RequestBatchOutputs,
-        RequestErrorInfo,
-        RequestSpecDecodeMetrics,
-        SamplingMask,
-        SamplingParams,
-        SchedulerStats,
-        SpecDecodingStats,
-        StructuredOutputsParams,
-        Tensor,
-        TokenLogprob,
-        UtilityCallOutput,
-        UtilityOutput,
-    )
-
-__all__ = [
-    # Connecting
-    "Bootstrapped",
-    "HandshakeOwner",
-    "open_client",
-    "open_llm",
-    # Prompts in, completions out
-    "CompletionOutput",
-    "EncodeOutput",
-    "EncodeRequest",
-    "GenerateOutput",
-    "GenerateRequest",
-    "GenerateStream",
-    "Llm",
-    "RequestTimings",
-    "Usage",
-    "WeightVersionSpan",
-    # The engines' client
-    "EngineCoreClient",
-    "EngineInfo",
-    "KvCacheGroup",
-    "OutputStream",
-    "PauseMode",
-    "StreamOutput",
-    # What a request says
-    "EngineCoreRequest",
-    "EngineCoreSamplingParams",
-    "KvHintAction",
-    "KvHintsEnvelope",
-    "LateChunkingParams",
-    "LateInteractionParams",
-    "LoRARequest",
-    "MultiModalFeatureSpec",
-    "MultiModalField",
-    "MultiModalFieldElem",
-    "PlaceholderRange",
-    "PoolingParams",
-    "RepetitionDetectionParams",
-    "SamplingParams",
-    "StructuredOutputsParams",
-    "Tensor",
-    # What engines send
-    "CudagraphStats",
-    "DpControlOutput",
-    "EngineCoreEvent",
-    "EngineCoreOutput",
-    "EngineCoreOutputs",
-    "EngineCoreReadyResponse",
-    "EngineId",
-    "EventType",
-    "FinishReason",
-    "IterationDetails",
-    "KvCacheEvictionEvent",
-    "KvEventsConfig",
-    "Logprobs",
-    "PerfStats",
-    "PositionLogprobs",
-    "PrefillStats",
-    "PrefixCacheStats",
-    "RequestBatchOutputs",
-    "RequestErrorInfo",
-    "RequestSpecDecodeMetrics",
-    "SamplingMask",
-    "SchedulerStats",
-    "SpecDecodingStats",
-    "TokenLogprob",
-    "UtilityCallOutput",
-    "UtilityOutput",
-    # What is raised
-    "AddressInUseError",
-    "ClientClosedError",
-    "ConfigurationError",
-    "DecodeError",
-    "DuplicateRequestIdError",
-    "EmptyPromptError",
-    "EngineCoreError",
-    "EngineDeadError",
-    "InconsistentUtilityResultsError",
-    "InternalError",
-    "InvalidDataParallelRankError",
-    "InvalidFieldError",
-    "PeerGoneError",
-    "RequestError",
-    "StartupError",
-    "UnsupportedFieldError",
-    "UtilityCallFailedError",
-    "UtilityError",
-    "UtilityRefusedError",
-    "UtilityResultError",
-    "UtilityTimeoutError",
-]
-
-_HOMES = ("errors", "protocol", "client", "llm")
-"""Where the names come from, the cheapest first."""
-
-if not TYPE_CHECKING:  # a type checker would take any name for granted
-
-    def __getattr__(name: str) -> object:
-        if name in __all__:
-            for home in _HOMES:
-                module = import_module(f"{__name__}.{home}")
-                if hasattr(module, name):
-                    globals()[name] = value = getattr(module, name)
-                    return value
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+if TYPE_CHECKING or not install_lazy_importer(__name__):
+    from trio_vllm.client import Bootstrapped as Bootstrapped
+    from trio_vllm.client import EngineCoreClient as EngineCoreClient
+    from trio_vllm.client import HandshakeOwner as HandshakeOwner
+    from trio_vllm.client import PauseMode as PauseMode
+    from trio_vllm.client import open_client as open_client
+    from trio_vllm.errors import ClientClosedError as ClientClosedError
+    from trio_vllm.errors import ConfigurationError as ConfigurationError
+    from trio_vllm.errors import DecodeError as DecodeError
+    from trio_vllm.errors import EngineCoreError as EngineCoreError
+    from trio_vllm.errors import EngineDeadError as EngineDeadError
+    from trio_vllm.errors import InternalError as InternalError
+    from trio_vllm.errors import RequestError as RequestError
+    from trio_vllm.errors import StartupError as StartupError
+    from trio_vllm.errors import UtilityError as UtilityError
+    from trio_vllm.llm import CompletionDelta as CompletionDelta
+    from trio_vllm.llm import CompletionOutput as CompletionOutput
+    from trio_vllm.llm import EncodeOutput as EncodeOutput
+    from trio_vllm.llm import EncodeRequest as EncodeRequest
+    from trio_vllm.llm import GenerateOutput as GenerateOutput
+    from trio_vllm.llm import GenerateRequest as GenerateRequest
+    from trio_vllm.llm import GenerateStream as GenerateStream
+    from trio_vllm.llm import Llm as Llm
+    from trio_vllm.llm import Observer as Observer
+    from trio_vllm.llm import open_llm as open_llm
+    from trio_vllm.protocol import DpControlOutput as DpControlOutput
+    from trio_vllm.protocol import EngineCoreOutput as EngineCoreOutput
+    from trio_vllm.protocol import EngineCoreOutputs as EngineCoreOutputs
+    from trio_vllm.protocol import EngineCoreReadyResponse as EngineCoreReadyResponse
+    from trio_vllm.protocol import EngineCoreRequest as EngineCoreRequest
+    from trio_vllm.protocol import EngineCoreSamplingParams as EngineCoreSamplingParams
+    from trio_vllm.protocol import EngineId as EngineId
+    from trio_vllm.protocol import FinishReason as FinishReason
+    from trio_vllm.protocol import Logprobs as Logprobs
+    from trio_vllm.protocol import LoRARequest as LoRARequest
+    from trio_vllm.protocol import PoolingParams as PoolingParams
+    from trio_vllm.protocol import PositionLogprobs as PositionLogprobs
+    from trio_vllm.protocol import RequestBatchOutputs as RequestBatchOutputs
+    from trio_vllm.protocol import SamplingParams as SamplingParams
+    from trio_vllm.protocol import StructuredOutputsParams as StructuredOutputsParams
+    from trio_vllm.protocol import TokenLogprob as TokenLogprob
+    from trio_vllm.protocol import UtilityCallOutput as UtilityCallOutput

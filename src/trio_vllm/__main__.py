@@ -2,9 +2,9 @@
 
 import sys
 
-from trio_vllm.cli import llm_smoke, mock_engine
+from trio_vllm.cli import run_llm_smoke, run_mock_engine
 
-COMMANDS = {"llm-smoke": llm_smoke, "mock-engine": mock_engine}
+COMMANDS = {"llm-smoke": run_llm_smoke, "mock-engine": run_mock_engine}
 
 if __name__ == "__main__":
     command = COMMANDS.get(sys.argv.pop(1)) if len(sys.argv) > 1 else None

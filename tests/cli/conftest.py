@@ -11,7 +11,7 @@ import pytest
 import trio
 from tests.cli.fake_engine import FakeEngine
 
-from trio_vllm.cli._llm_smoke import app
+from trio_vllm.cli.llm_smoke import app
 
 
 @attrs.frozen

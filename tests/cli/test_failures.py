@@ -15,10 +15,11 @@ from trio_vllm import (
     EngineDeadError,
     Llm,
 )
-from trio_vllm.cli import _smokes
-from trio_vllm.cli._app import FAILED
-from trio_vllm.cli._llm_smoke import app
-from trio_vllm.cli._report import Report
+from trio_vllm.cli.app import FAILED
+from trio_vllm.cli.llm_smoke import app
+from trio_vllm.cli.smoke_options import GenerateOptions
+from trio_vllm.cli.smoke_runner import run_smokes
+from trio_vllm.cli.smokes import Report, Smoke
 
 
 async def test_an_address_in_use_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,38 +78,39 @@ async def test_an_engine_that_is_lost(address: str, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == "llm-smoke: engine 0 is dead: its connection was lost\n"
 
 
-async def test_garbage_is_explained(run_smoke: RunSmoke, monkeypatch: pytest.MonkeyPatch) -> None:
+async def failure_of(smoke: Smoke, address: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a smoke that fails on an engine; give what is said of that."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(FakeEngine().serve, address)
+        options = GenerateOptions(handshake_address=address)
+        assert await run_smokes(options, (), {"generate": smoke}) == FAILED
+        nursery.cancel_scope.cancel()
+    return capsys.readouterr().err
+
+
+async def test_garbage_is_explained(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     """By the cause of the engine's death."""
 
-    async def die(_llm: Llm, _report: Report, **_: object) -> None:
+    async def die(_llm: Llm, _report: Report, _options: object) -> None:
         await trio.lowlevel.checkpoint()
         cause = DecodeError("outputs", "[3]", "is not an array")
         raise EngineDeadError(0, "it sent garbage") from cause
 
-    monkeypatch.setattr(_smokes, "generate", die)
-
-    outcome = await run_smoke("generate")
-
-    assert outcome.err == (
+    assert await failure_of(die, address, capsys) == (
         "llm-smoke: engine 0 is dead: it sent garbage: "
         "cannot decode outputs at [3]: is not an array\n"
     )
 
 
 async def test_a_bug_of_ours_is_called_one(
-    run_smoke: RunSmoke, monkeypatch: pytest.MonkeyPatch
+    address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With its type and where to look for more."""
 
-    async def stumble(_llm: Llm, _report: Report, **_: object) -> None:
+    async def stumble(_llm: Llm, _report: Report, _options: object) -> None:
         await trio.lowlevel.checkpoint()
         raise ZeroDivisionError("by nothing")
 
-    monkeypatch.setattr(_smokes, "generate", stumble)
-
-    outcome = await run_smoke("generate")
-
-    assert outcome.exit_code == FAILED
-    assert outcome.err == (
+    assert await failure_of(stumble, address, capsys) == (
         "llm-smoke: ZeroDivisionError: by nothing (a bug of llm-smoke; --debug shows where)\n"
     )

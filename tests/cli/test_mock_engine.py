@@ -26,8 +26,8 @@ from trio_vllm import (
     SamplingParams,
     open_llm,
 )
-from trio_vllm.cli._mock_engine import app, main
-from trio_vllm.cli._mock_options import MockOptions
+from trio_vllm.cli.mock_engine import app, main
+from trio_vllm.cli.mock_options import MockOptions
 from trio_vllm.mock import MockEngineConfig, ServeOptions
 
 TIMEOUT = 60.0
@@ -37,9 +37,14 @@ TIMEOUT = 60.0
 def parsed(*tokens: str) -> MockOptions:
     """The options that the command would get."""
     _, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
-    options = bound.arguments.get("options", MockOptions())
-    assert isinstance(options, MockOptions)
-    return options
+    given = {name: value for name, value in bound.arguments.items() if name != "config"}
+    return MockOptions.of(**given)
+
+
+def values(*tokens: str) -> dict[str, Any]:
+    """The same by name, without those of the process."""
+    options = parsed(*tokens)
+    return {**attrs.asdict(options.engine), **attrs.asdict(options.serving)}
 
 
 def refused(capsys: pytest.CaptureFixture[str], *tokens: str) -> str:
@@ -85,18 +90,18 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def test_defaults_are_those_of_vllms_mock_engine() -> None:
     """Where it has the option."""
-    options = parsed()
+    options = values()
 
     assert (
-        options.handshake_address,
-        options.engine_count,
-        options.engine_start_index,
-        options.output_token_chunk_size,
-        options.vocab_size,
-        options.seed,
-        options.log_requests,
-        options.max_model_len,
-        options.reconnect,
+        options["handshake_address"],
+        options["engine_count"],
+        options["engine_start_index"],
+        options["output_token_chunk_size"],
+        options["vocab_size"],
+        options["seed"],
+        options["log_requests"],
+        options["max_model_len"],
+        options["reconnect"],
     ) == (
         "tcp://127.0.0.1:29550",
         1,
@@ -111,13 +116,17 @@ def test_defaults_are_those_of_vllms_mock_engine() -> None:
 
 
 def test_defaults_are_those_of_the_library() -> None:
-    """They are written down twice, lest the help import what runs the engines."""
-    options, config, serving = MockOptions(), MockEngineConfig(), ServeOptions()
-    for field in attrs.fields(MockEngineConfig):
-        if field.name not in {"supported_tasks", "enable_sleep_mode"}:
-            assert getattr(config, field.name) == getattr(options, field.name), field.name
-    for name in ("handshake_address", "engine_count", "reconnect", "shutdown_timeout"):
-        assert getattr(serving, name) == getattr(options, name), name
+    """They are written down once."""
+    assert parsed() == MockOptions(engine=MockEngineConfig(), serving=ServeOptions())
+
+
+def test_options_reach_another_process() -> None:
+    """All of them, in one argument."""
+    tokens = ["--supported-tasks", "embed,score", "--engine-count", "4", "--step-interval", "0.5"]
+    options = parsed(*tokens, "--processes", "2", "--debug", "--startup-timeout", "3")
+
+    assert MockOptions.from_json(options.to_json()) == options
+    assert MockOptions.from_json(parsed().to_json()) == MockOptions()
 
 
 @pytest.mark.parametrize(
@@ -133,6 +142,7 @@ def test_defaults_are_those_of_the_library() -> None:
         (["--max-model-len", "4096"], "max_model_len", 4096),
         (["--stop-at-eos"], "stop_at_eos", True),
         (["--embedding-size", "8"], "embedding_size", 8),
+        (["--num-labels", "3"], "num_labels", 3),
         (["--num-gpu-blocks", "9"], "num_gpu_blocks", 9),
         (["--block-size", "32"], "block_size", 32),
         (["--kv-cache-size-tokens", "99"], "kv_cache_size_tokens", 99),
@@ -142,7 +152,7 @@ def test_defaults_are_those_of_the_library() -> None:
         (["--vllm-version", "1"], "vllm_version", "1"),
         (["--instance-id", "x"], "instance_id", "x"),
         (["--max-loras", "2"], "max_loras", 2),
-        (["--supported-tasks", "generate,embed"], "supported_tasks", "generate,embed"),
+        (["--supported-tasks", "generate,embed"], "supported_tasks", ("generate", "embed")),
         (["--lockstep"], "lockstep", True),
         (["--no-reconnect"], "reconnect", False),
         (["--startup-timeout", "2.5"], "startup_timeout", 2.5),
@@ -152,7 +162,7 @@ def test_defaults_are_those_of_the_library() -> None:
 )
 def test_options(tokens: Sequence[str], name: str, value: Any) -> None:
     """Each reaches its place."""
-    assert value == getattr(parsed(*tokens), name)
+    assert values(*tokens)[name] == value
 
 
 @pytest.mark.parametrize(
@@ -190,13 +200,13 @@ def test_other_sources_of_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("MOCK_ENGINE_VOCAB_SIZE", "12")
     monkeypatch.setenv("MOCK_ENGINE_ENGINE_COUNT", "22")
 
-    options = parsed("--config", str(file), "--engine-count", "23")
+    options = values("--config", str(file), "--engine-count", "23")
 
     assert (
-        options.seed,
-        options.vocab_size,
-        options.engine_count,
-        options.reconnect,
+        options["seed"],
+        options["vocab_size"],
+        options["engine_count"],
+        options["reconnect"],
     ) == (1, 12, 23, False)
 
 
@@ -207,8 +217,8 @@ def test_the_help_says_how_to_start_a_frontend(capsys: pytest.CaptureFixture[str
     assert "vllm-rs serve MODEL --data-parallel-size-local 0 --handshake-port 29550" in text
     assert "vllm serve MODEL --data-parallel-size-local 0" in text
     assert "It does not validate" in text
-    for option in attrs.fields(MockOptions):
-        assert f"--{option.name.replace('_', '-')}" in text
+    for name in {*values(), "config", "debug", "processes"} - {"enable_sleep_mode"}:
+        assert f"--{name.replace('_', '-')}" in text
 
 
 # Life -------------------------------------------------------------------------------------------

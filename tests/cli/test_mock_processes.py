@@ -20,13 +20,13 @@ from trio_vllm import (
     EngineCoreClient,
     EngineCoreRequest,
     FinishReason,
-    OutputStream,
     SamplingParams,
     open_client,
 )
-from trio_vllm.cli import _mock_processes
-from trio_vllm.cli._mock_options import MockOptions, engines_in_words
-from trio_vllm.cli._mock_processes import WorkerEndedError, serve_in_processes, shares
+from trio_vllm.cli.child_process import ProcessFailedError
+from trio_vllm.cli.mock_options import MockOptions
+from trio_vllm.cli.mock_processes import serve_in_processes, shares
+from trio_vllm.client import OutputStream
 from trio_vllm.mock import MockEngineConfig, ServeOptions, serve_mock_engines
 
 SUMMARY = re.compile(r"(?m)^\S+ \S+ INFO summary: (.*) tokens_per_second=\d+ (.*)$")
@@ -94,14 +94,16 @@ def test_engines_are_spread_evenly(
     start: int, count: int, processes: int, expected: list[str]
 ) -> None:
     """Neighbours stay together; all else is the same for all."""
-    options = MockOptions(
+    options = MockOptions.of(
         engine_start_index=start, engine_count=count, processes=processes, seed=7, max_loras=2
     )
 
     found = list(shares(options))
 
-    assert [engines_in_words(share) for share in found] == expected
-    assert {(share.seed, share.max_loras, share.processes) for share in found} == {(7, 2, 1)}
+    assert [share.serving.engines_in_words for share in found] == expected
+    assert {(share.engine.seed, share.engine.max_loras, share.processes) for share in found} == {
+        (7, 2, 1)
+    }
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,7 @@ def test_wrong_usage(
 
 def test_one_process_may_be_in_lockstep() -> None:
     """And as many processes as engines are not too many."""
-    assert parsed("--engine-count", "2", "--lockstep").lockstep
+    assert parsed("--engine-count", "2", "--lockstep").engine.lockstep
     assert parsed("--engine-count", "2", "--processes", "2").processes == 2
 
 
@@ -152,7 +154,12 @@ async def test_workers_get_the_options_and_nothing_else(
     monkeypatch.setenv("MOCK_ENGINE_CONFIG", str(file))
     monkeypatch.setenv("MOCK_ENGINE_PROCESSES", "2")
     monkeypatch.setenv("MOCK_ENGINE_ENGINE_START_INDEX", "0")
-    command = [sys.executable, "-P", "-c", "from trio_vllm.cli import mock_engine; mock_engine()"]
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        "from trio_vllm.cli import run_mock_engine as run; run()",
+    ]
     tokens = ["--handshake-address", address, "--engine-count", "2"]
     with started([*command, *tokens], cwd=tmp_path, stderr=subprocess.PIPE) as process:
         async with open_client(owner(address, 2)) as client:
@@ -277,42 +284,39 @@ async def test_the_failure_of_an_engine_ends_all(address: str) -> None:
 
 
 def options_for(address: str, **options: object) -> MockOptions:
-    return MockOptions(handshake_address=address, engine_count=3, processes=2, **options)  # type: ignore[arg-type]
+    return MockOptions.of(handshake_address=address, engine_count=3, processes=2, **options)
 
 
 @pytest.mark.parametrize("is_ending", [False, True])
-async def test_a_worker_that_does_not_get_to_its_engines(
-    address: str, monkeypatch: pytest.MonkeyPatch, is_ending: bool
-) -> None:
+async def test_a_worker_that_does_not_get_to_its_engines(address: str, is_ending: bool) -> None:
     """Has failed, also if it was to end anyway."""
-    monkeypatch.setattr(_mock_processes, "WORKER", "trio_vllm.cli.no_such_module")
     shutdown = trio.Event()
     if is_ending:
         shutdown.set()
 
-    with pytest.raises(WorkerEndedError, match=r"the process of engines? [0-9 to]+ ended with 1"):
-        await serve_in_processes(options_for(address), shutdown=shutdown)
+    with pytest.raises(ProcessFailedError, match=r"the process of engines? [0-9 to]+ ended with 1"):
+        await serve_in_processes(
+            options_for(address), shutdown=shutdown, worker=(sys.executable, "-c", "exit(1)")
+        )
 
 
-async def test_a_worker_that_cannot_be_started(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_that_cannot_be_started(address: str) -> None:
     """Has failed; signals get through again."""
-    monkeypatch.setattr(sys, "executable", "/no/such/python")
     reason = "cannot start the process of engines 0 to 1: No such file or directory"
 
-    with pytest.raises(WorkerEndedError, match=reason):
-        await serve_in_processes(options_for(address), shutdown=trio.Event())
+    with pytest.raises(ProcessFailedError, match=reason):
+        await serve_in_processes(
+            options_for(address), shutdown=trio.Event(), worker=["/no/such/python"]
+        )
 
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGINT, signal.SIGTERM}
 
 
 async def test_a_worker_that_does_not_end_is_killed(
-    address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """When its time is over."""
     caplog.set_level("INFO", "trio_vllm.mock")
-    monkeypatch.setattr(_mock_processes, "GRACE", 0.1)
     shutdown = trio.Event()
     workers: list[int] = []
     async with trio.open_nursery() as nursery:
@@ -325,7 +329,7 @@ async def test_a_worker_that_does_not_end_is_killed(
                 await until(lambda: not any(map(is_alive, workers)))
 
         nursery.start_soon(freeze)
-        with pytest.raises(WorkerEndedError, match="the process of engines 0 to 1 did not end"):
-            await serve_in_processes(options_for(address), shutdown=shutdown)
+        with pytest.raises(ProcessFailedError, match="the process of engines 0 to 1 did not end"):
+            await serve_in_processes(options_for(address), shutdown=shutdown, grace=0.1)
 
     assert len(workers) == 2

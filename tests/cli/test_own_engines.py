@@ -6,33 +6,33 @@ import pytest
 import trio
 
 from trio_vllm import HandshakeOwner, open_llm
-from trio_vllm.cli._own_engines import EnginesEndedError, Need, mock_engines
+from trio_vllm.cli.smoke_runner import EnginesEndedError, RequiredEngines, mock_engines
 
 
 async def test_a_block_ends_with_what_it_needs() -> None:
     """The reason comes out of it."""
-    need = Need()
+    engines = RequiredEngines()
 
     with pytest.raises(EnginesEndedError, match="out of memory"):
-        with need.block():
-            need.engines_ended("out of memory")
+        with engines.needed_by_block():
+            engines.ended("out of memory")
             await trio.sleep_forever()
 
 
 async def test_a_need_that_is_over() -> None:
     """Engines may end once the frontend has gone."""
-    need = Need()
+    engines = RequiredEngines()
 
-    with need.block():
-        need.end()
-        need.engines_ended("no frontend")
+    with engines.needed_by_block():
+        engines.needed_no_more()
+        engines.ended("no frontend")
         await trio.lowlevel.checkpoint()
 
 
 async def test_a_cancellation_is_not_an_end_of_engines() -> None:
     """Somebody else's is passed on."""
     with trio.CancelScope() as scope:
-        with Need().block():
+        with RequiredEngines().needed_by_block():
             scope.cancel()
             await trio.sleep_forever()
 

@@ -104,7 +104,7 @@ def test_before_anything_has_begun() -> None:
         "import trio_vllm.cli as cli;"
         "sys.meta_path.insert(0, type('', (), {'find_spec': staticmethod("
         "lambda *_: os.kill(os.getpid(), signal.SIGINT))}));"
-        "cli.llm_smoke()"
+        "cli.run_llm_smoke()"
     )
 
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

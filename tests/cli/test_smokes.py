@@ -9,8 +9,9 @@ import pytest
 from tests.cli.conftest import RunSmoke
 from tests.cli.fake_engine import FakeEngine, logprobs, token_by_token
 
-from trio_vllm import EngineCoreOutput, EngineCoreRequest, FinishReason, RequestErrorInfo
-from trio_vllm.cli._llm_smoke import main
+from trio_vllm import EngineCoreOutput, EngineCoreRequest, FinishReason
+from trio_vllm.cli.llm_smoke import main
+from trio_vllm.protocol import RequestErrorInfo
 
 COMMON = ["model", "handshake_address", "engine_count", "input_address", "output_address"]
 COMMON += ["engine_identities"]

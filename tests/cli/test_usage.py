@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from trio_vllm.cli._llm_smoke import app, main
-from trio_vllm.cli._smoke_options import address_in, filled_in
+from trio_vllm.cli.llm_smoke import app, main
+from trio_vllm.cli.smoke_options import address_in, substitute_address
 
 
 def parsed(*tokens: str) -> Any:
@@ -284,7 +284,7 @@ def test_help_imports_nothing_heavy() -> None:
     """Somebody waits for it."""
     heavy = {"numpy", "ormsgpack", "trio", "zmq"}
     script = (
-        "import sys; from trio_vllm.cli._llm_smoke import main; main(['all', '--help']);"
+        "import sys; from trio_vllm.cli.llm_smoke import main; main(['all', '--help']);"
         f"print(sorted({heavy} & set(sys.modules)))"
     )
 
@@ -332,9 +332,9 @@ def test_the_address_that_a_command_names(command: list[str], address: str | Non
     assert address == address_in(command)
 
 
-def test_placeholders_are_filled_in() -> None:
+def test_placeholders_are_substitute_address() -> None:
     """Also within arguments."""
-    assert filled_in(["e", "--p={port}", "{address}", "{x}"], "tcp://h:5") == [
+    assert substitute_address(["e", "--p={port}", "{address}", "{x}"], "tcp://h:5") == [
         "e",
         "--p=5",
         "tcp://h:5",

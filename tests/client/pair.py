@@ -18,11 +18,6 @@ from trio_vllm.protocol import (
 )
 
 
-def has_work(mock: MockEngine, now: float) -> bool:
-    """Whether a mock engine would make a step now."""
-    return mock.has_work
-
-
 async def serve(
     engine: Engine,
     mock: MockEngine,
@@ -37,6 +32,11 @@ async def serve(
             relay(engine, mock.handle(await engine.inbox.receive(), trio.current_time()))
         take(engine, mock)
         step(engine, mock)
+
+
+def has_work(mock: MockEngine, now: float) -> bool:
+    """Whether a mock engine would make a step without another message."""
+    return mock.next_step_time(now) is not None
 
 
 def take(engine: Engine, mock: MockEngine) -> None:
@@ -80,7 +80,7 @@ def expected_tokens(mock: MockEngine, request: EngineCoreRequest) -> list[int]:
     twin = MockEngine(mock.config, mock.engine_index)
     token_ids: list[int] = []
     outgoing = twin.handle([bytes(frame) for frame in encode_add(request)], 1.0)
-    while outgoing or has_work(twin, 1.0):
+    while outgoing or twin.next_step_time(1.0) is not None:
         for _, frames in outgoing:
             outputs = decode_outputs([bytes(frame) for frame in frames])
             assert isinstance(outputs, RequestBatchOutputs)

@@ -7,7 +7,8 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from tests.client.cores import GARBAGE, SENTINEL, CountingWaiter, Network, RecordingSink
 from tests.client.pair import expected_tokens
 from tests.client.world import make_request

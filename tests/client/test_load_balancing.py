@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.client.cores import RecordingSink
 from tests.client.world import make_request
 from tests.ready import ready_response

@@ -17,7 +17,7 @@ async def test_what_there_is_is_the_result() -> None:
         outcome = await world.start(lambda: world.llm.generate(make_prompt()))
         (request,) = world.engine.requests()
         await world.engine.emit(request.request_id, [7, 8])
-        world.clock += 3
+        world.pass_time(3)
         world.llm.abort(["x"])
         await wait_all_tasks_blocked()
 

@@ -72,5 +72,5 @@ async def test_nothing_grows_with_the_number_of_requests() -> None:
         await wait_all_tasks_blocked()
 
         world.assert_tidy()
-        assert llm._generations == {}
+        assert llm.in_flight_count == 0
         assert not any(mock.has_unfinished for mock in mocks)

@@ -39,7 +39,7 @@ async def test_nothing_is_left_behind(play: Callable[[Llm], Awaitable[None]]) ->
             await wait_all_tasks_blocked()
 
             world.assert_tidy()
-            assert llm._generations == {}
+            assert llm.in_flight_count == 0
             assert not any(mock.has_unfinished for mock in mocks)
             if not cancelled:
                 break

@@ -76,7 +76,10 @@ async def test_the_results_are_one() -> None:
             FinishReason.STOP,
         ]
         assert output.usage == Usage(prompt_tokens=3, output_tokens=3, cached_tokens=1)
-        assert output.token_ids == [7, 9]
+        assert output.prompt_logprobs is None
+        for field in ("token_ids", "logprobs", "finish_reason", "stop_reason", "error", "timings"):
+            with pytest.raises(ValueError, match=rf"2 completions: read completions\[i\].{field}"):
+                getattr(output, field)
         world.assert_tidy()
 
 

@@ -22,7 +22,9 @@ from trio_vllm.protocol import (
     Tensor,
 )
 
-EMBED = PoolingParams(task="embed", dimensions=3)
+EMBED = PoolingParams(
+    task="embed", dimensions=3, use_activation=True, skip_reading_prefix_cache=False
+)
 VALUES = np.array([0.5, -1.0, 2.0], np.float32)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from tests.llm.logprobs import make_logprobs
 from tests.llm.world import make_prompt, open_llm_world
 from trio.testing import MockClock, assert_checkpoints, wait_all_tasks_blocked
 
+from trio_vllm.concurrency import Waker
 from trio_vllm.errors import (
     ClientClosedError,
     DecodeError,
@@ -21,8 +24,11 @@ from trio_vllm.errors import (
     InvalidFieldError,
 )
 from trio_vllm.llm import GenerateOutput, Usage, WeightVersionSpan
+from trio_vllm.llm.collector import Collector
 from trio_vllm.protocol import (
     EngineCoreEvent,
+    EngineCoreRequest,
+    EngineCoreSamplingParams,
     EventType,
     FinishReason,
     KvHintAction,
@@ -54,11 +60,10 @@ async def test_the_result_comes_when_all_of_it_is_there() -> None:
         assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, 2)
         assert output.usage == Usage(prompt_tokens=3, output_tokens=4)
         (completion,) = output.completions
-        assert (0, request.request_id, 0, True) == (
-            completion.index,
-            completion.engine_request_id,
-            completion.engine_index,
-            completion.finished,
+        assert (completion.index, completion.engine_request_id, completion.engine_index) == (
+            0,
+            request.request_id,
+            0,
         )
         world.assert_tidy()
 
@@ -140,24 +145,25 @@ async def test_logprobs_are_joined_and_cut_to_what_was_asked_for() -> None:
         assert {len(position.entries) for position in logprobs} == {2}
 
 
-async def test_columns_of_other_requests_are_not_kept() -> None:
+def test_columns_of_other_requests_are_not_kept() -> None:
     """They may be as many as the vocabulary."""
-    async with open_llm_world() as world:
-        await world.start(lambda: world.llm.generate(make_prompt(logprobs=1, prompt_logprobs=0)))
-        (request,) = world.engine.requests()
-        await world.engine.emit(
-            request.request_id,
-            [7],
-            new_logprobs=make_logprobs([7], 1000),
-            new_prompt_logprobs_tensors=make_logprobs([2, 3], 1000),
-        )
+    request = EngineCoreRequest(
+        request_id="x",
+        prompt_token_ids=[1],
+        sampling_params=EngineCoreSamplingParams(logprobs=1, prompt_logprobs=0),
+    )
+    collector = Collector(request, 0, Waker(), time.time, interval=0)
+    wide = [make_logprobs([7], 1000), make_logprobs([2, 3], 1000)]
+    arrays = [array for part in wide for array in (part.token_ids, part.logprobs)]
+    kept = [weakref.ref(array if array.base is None else array.base) for array in arrays]
+    collector.add_output(
+        make_output([7], "x", new_logprobs=wide[0], new_prompt_logprobs_tensors=wide[1]), 0.0, None
+    )
+    assert all(reference() is not None for reference in kept)
 
-        ((generation,),) = world.llm._generations.values()
-        (kept,) = generation.collectors[0]._rich
-        for logprobs in (kept.new_logprobs, kept.new_prompt_logprobs_tensors):
-            assert logprobs is not None
-            for array in (logprobs.token_ids, logprobs.logprobs):
-                assert (array.size, array.base) == (2, None)
+    del wide, arrays
+
+    assert [reference() for reference in kept] == [None] * 4
 
 
 @pytest.mark.parametrize(
@@ -506,14 +512,14 @@ async def test_timings() -> None:
     async with open_llm_world() as world:
         outcome = await world.start(lambda: world.llm.generate(make_prompt()))
         (request,) = world.engine.requests()
-        world.clock += 0.5
+        world.pass_time(0.5)
         events = [event(EventType.QUEUED, 50.0), event(EventType.SCHEDULED, 51.0)]
         await world.engine.send(make_output([7], request.request_id, events=events), timestamp=54.0)
-        world.clock += 0.5
+        world.pass_time(0.5)
         again = [event(EventType.PREEMPTED, 54.5), event(EventType.SCHEDULED, 55.0)]
         await world.engine.send(make_output([], request.request_id, events=again), timestamp=55.5)
         await world.engine.send(make_output([8, 9], request.request_id), timestamp=56.0)
-        world.clock += 2.0
+        world.pass_time(2.0)
         last = make_output([10], request.request_id, finish_reason=FinishReason.LENGTH)
         await world.engine.send(last, timestamp=60.0)
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import attrs
 import pytest
 import trio
 from tests.client.world import World, make_output, open_world
@@ -15,14 +16,18 @@ from tests.llm.world import make_prompt
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_vllm.client import EngineCoreClient
+from trio_vllm.errors import ConfigurationError
 from trio_vllm.llm import Llm, open_llm
 from trio_vllm.llm.observers import Observer
 from trio_vllm.protocol import (
     EngineCoreEvent,
     EventType,
+    FinishReason,
+    PerfStats,
     PrefillStats,
     PrefixCacheStats,
     SchedulerStats,
+    SpecDecodingStats,
 )
 from trio_vllm.transport import HandshakeOwner
 
@@ -87,14 +92,14 @@ async def test_the_line(
                 (
                     logging.INFO,
                     "prompt throughput 0.5 tokens/s, generation throughput 2.5 tokens/s,"
-                    " running 7, waiting 2, KV cache usage 37.5%, preemptions 1,"
+                    " running 7, waiting 2, deferred 1, KV cache usage 37.5%, preemptions 1,"
                     " prefix cache hit rate 25.0%",
                 )
             ]
             await trio.sleep(20)
             idle = (
                 "prompt throughput 0.0 tokens/s, generation throughput 0.0 tokens/s,"
-                " running 7, waiting 2, KV cache usage 37.5%"
+                " running 7, waiting 2, deferred 1, KV cache usage 37.5%"
             )
             assert lines(caplog) == [(logging.INFO, idle), (logging.DEBUG, idle)]
             llm.abort()
@@ -102,14 +107,73 @@ async def test_the_line(
     assert lines(caplog) == []
 
 
+async def test_the_line_of_an_engine_with_all_features(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, autojump_clock: MockClock
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    half = SpecDecodingStats(
+        num_spec_tokens=5,
+        num_drafts=2,
+        num_draft_tokens=10,
+        num_accepted_tokens=6,
+        num_accepted_tokens_per_pos=[2, 1],
+    )
+    other_half = attrs.evolve(half, num_accepted_tokens_per_pos=[2, 1, 1])
+    async with open_llm_in_memory(monkeypatch, stats_interval=2) as (llm, world):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(llm.generate, make_prompt())
+            await wait_all_tasks_blocked()
+            (request,) = world.engines[0].requests()
+            last = make_output(
+                [7], request.request_id, num_nans_in_logits=1, finish_reason=FinishReason.STOP
+            )
+            await world.engines[0].send(last)
+        for engine, drafts in zip(world.engines, (half, other_half), strict=True):
+            await engine.report(
+                running=1,
+                kv_cache_usage=0.5,
+                num_kv_fetch_reqs_by_stage={"waiting_to_start": 0, "in_progress": 2},
+                connector_prefix_cache_stats=PrefixCacheStats(queries=8, hits=6),
+                spec_decoding_stats=drafts,
+                perf_stats=PerfStats(
+                    num_flops_per_gpu=3 * 10**12,
+                    num_read_bytes_per_gpu=4 * 10**9,
+                    num_write_bytes_per_gpu=10**9,
+                ),
+            )
+        await trio.sleep(2.5)
+
+    assert lines(caplog) == [
+        (
+            logging.INFO,
+            "prompt throughput 0.0 tokens/s, generation throughput 0.5 tokens/s,"
+            " running 2, waiting 0, KV fetch in progress 4, KV cache usage 50.0%, corrupted 1,"
+            " external prefix cache hit rate 75.0%,"
+            " mean acceptance length 4.00, accepted 6.0 tokens/s, drafted 10.0 tokens/s,"
+            " draft acceptance rate 60.0%, acceptance by position 1.000 0.500 0.250,"
+            " 1.5 TFLOP/s per GPU, 2.5 GB/s per GPU",
+        )
+    ]
+
+
+async def test_an_engine_without_statistics_is_not_shown_as_idle(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, autojump_clock: MockClock
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with open_llm_in_memory(monkeypatch, stats_interval=2):
+        await trio.sleep(2.5)
+
+    throughput = "prompt throughput 0.0 tokens/s, generation throughput 0.0 tokens/s"
+    assert lines(caplog) == [(logging.DEBUG, throughput)]
+
+
 async def test_there_is_none_unless_asked_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, autojump_clock: MockClock
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    async with open_llm_in_memory(monkeypatch) as (llm, _):
+    async with open_llm_in_memory(monkeypatch):
         await trio.sleep(1_000)
 
-        assert tuple(llm._observers) == ()
     assert lines(caplog) == []
 
 
@@ -117,7 +181,7 @@ async def test_there_is_none_unless_asked_for(
 async def test_an_interval_that_makes_no_sense(
     monkeypatch: pytest.MonkeyPatch, interval: float
 ) -> None:
-    with pytest.raises(ValueError, match="stats_interval"):
+    with pytest.raises(ConfigurationError, match="stats_interval"):
         async with open_llm_in_memory(monkeypatch, stats_interval=interval):
             raise AssertionError("it was opened")
 
@@ -133,7 +197,7 @@ async def test_metrics_and_the_line_do_not_mind_each_other(
 
     caplog.set_level(logging.DEBUG)
     metrics = Counting()
-    options = {"metrics": metrics, "stats_interval": 1}
+    options = {"observers": [metrics], "stats_interval": 1}
     async with open_llm_in_memory(monkeypatch, **options) as (_, world):
         await world.engines[0].report(running=1)
         await trio.sleep(1.5)

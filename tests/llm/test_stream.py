@@ -12,8 +12,14 @@ from tests.llm.logprobs import make_logprobs
 from tests.llm.world import LlmWorld, make_prompt, open_llm_world
 from trio.testing import MockClock, assert_checkpoints, wait_all_tasks_blocked
 
-from trio_vllm.errors import ClientClosedError, DecodeError, EngineDeadError, InvalidFieldError
-from trio_vllm.llm import CompletionOutput, GenerateStream, Llm
+from trio_vllm.errors import (
+    ClientClosedError,
+    ConfigurationError,
+    DecodeError,
+    EngineDeadError,
+    InvalidFieldError,
+)
+from trio_vllm.llm import CompletionDelta, GenerateStream, Llm
 from trio_vllm.protocol import FinishReason
 
 
@@ -44,9 +50,9 @@ async def deliveries(world: LlmWorld, stream: GenerateStream) -> list[list[int]]
 async def test_a_delivery_per_output() -> None:
     async with open_llm_world() as world, AsyncExitStack() as stack:
         stream, request_id = await enter(world, stack)
-        deltas: list[CompletionOutput] = []
+        deltas: list[CompletionDelta] = []
 
-        async def read() -> list[CompletionOutput]:
+        async def read() -> list[CompletionDelta]:
             deltas.extend([delta async for delta in stream])
             return deltas
 
@@ -58,12 +64,85 @@ async def test_a_delivery_per_output() -> None:
         assert [delta.token_ids for delta in outcome.get()] == [[7], [8, 9], [10], [2]]
         assert [delta.finished for delta in deltas] == [False, False, False, True]
         assert stream.request_id == "x"
-        usage, timings = deltas[-1].usage, deltas[-1].timings
-        assert usage is not None
-        assert timings is not None
-        assert usage.output_tokens == 5
-        assert all(delta.usage is None for delta in deltas[:-1])
         world.world.assert_tidy()
+
+
+async def test_usage_and_timings_come_with_each_delivery() -> None:
+    """Each is what was known then, and later deliveries do not change it."""
+    async with open_llm_world() as world, AsyncExitStack() as stack:
+        stream, request_id = await enter(world, stack)
+        deltas: list[CompletionDelta] = []
+        for timestamp, token_ids in ((50.0, [7]), (52.0, [8, 9])):
+            world.pass_time(1)
+            await world.engine.send(make_output(token_ids, request_id), timestamp=timestamp)
+            deltas += [await anext(stream)]
+        world.pass_time(1)
+        last = make_output([2], request_id, finish_reason=FinishReason.STOP)
+        await world.engine.send(last, timestamp=55.0)
+        deltas += [await anext(stream)]
+
+    assert [
+        (
+            delta.usage.output_tokens,
+            delta.timings.e2e_latency,
+            delta.timings.time_to_first_token,
+            delta.timings.inter_token_latencies,
+            delta.timings.decode_time,
+        )
+        for delta in deltas
+    ] == [
+        (1, 1.0, 1.0, (), 0.0),
+        (3, 2.0, 1.0, (2.0,), 2.0),
+        (4, 3.0, 1.0, (2.0, 3.0), 5.0),
+    ]
+
+
+async def test_a_stop_string_finishes_a_stream() -> None:
+    """The engine is told to abort; the caller gets the tokens so far, and STOP."""
+    async with open_llm_world() as world, AsyncExitStack() as stack:
+        stream, request_id = await enter(world, stack)
+        await world.engine.emit(request_id, [7])
+        await anext(stream)
+        await world.engine.emit(request_id, [8])
+        stream.stop("###")
+        stream.stop("not this one")
+
+        last = await anext(stream)
+        assert (last.token_ids, last.finish_reason, last.stop_reason) == (
+            [8],
+            FinishReason.STOP,
+            "###",
+        )
+        assert last.usage.output_tokens == 2
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        await wait_all_tasks_blocked()
+        assert world.engine.aborts() == [[request_id]]
+        world.world.assert_tidy()
+
+
+async def test_one_of_several_completions_is_stopped() -> None:
+    async with open_llm_world() as world, AsyncExitStack() as stack:
+        stream = await stack.enter_async_context(world.llm.stream(make_prompt(n=2)))
+        await wait_all_tasks_blocked()
+        first, second = world.engine.requests()
+        stream.stop("###", index=1)
+        await world.finish(first.request_id)
+
+        ends = {delta.index: delta.finish_reason async for delta in stream}
+        assert ends == {0: FinishReason.LENGTH, 1: FinishReason.STOP}
+        assert world.engine.aborts() == [[second.request_id]]
+
+
+async def test_what_has_ended_is_not_stopped() -> None:
+    async with open_llm_world() as world, AsyncExitStack() as stack:
+        stream, request_id = await enter(world, stack)
+        await world.finish(request_id)
+        stream.stop("###")
+
+        assert (await anext(stream)).finish_reason == FinishReason.LENGTH
+        await wait_all_tasks_blocked()
+        assert world.engine.aborts() == []
 
 
 async def test_a_slow_caller_gets_all_that_came_at_once() -> None:
@@ -133,7 +212,7 @@ async def test_an_interval_that_makes_no_sense_is_refused(interval: Any) -> None
         with pytest.raises(InvalidFieldError, match="stream_interval"):
             async with world.llm.stream(make_prompt(stream_interval=interval)):
                 raise AssertionError("it was sent")
-        with pytest.raises((ValueError, TypeError)):
+        with pytest.raises((ConfigurationError, TypeError)):
             Llm(world.llm.client, stream_interval=interval)
 
 

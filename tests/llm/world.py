@@ -38,22 +38,33 @@ class Outcome(Generic[T]):
 
 
 @attrs.define
+class Clock:
+    """A wall clock that moves when the test says so."""
+
+    time: float = 1_000.0
+
+    def now(self) -> float:
+        """UNIX seconds."""
+        return self.time
+
+
+@attrs.define
 class LlmWorld:
     """The facade, what is below it, and the wall clock."""
 
     llm: Llm
     world: World
     nursery: trio.Nursery
-    clock: float = 1_000.0
+    _clock: Clock
 
     @property
     def engine(self) -> Engine:
         """The only engine."""
         return self.world.engine
 
-    def now(self) -> float:
-        """The wall clock."""
-        return self.clock
+    def pass_time(self, seconds: float) -> None:
+        """Move the wall clock, which may go backwards."""
+        self._clock.time += seconds
 
     async def start(self, function: Callable[[], Awaitable[T]]) -> Outcome[T]:
         """Run a coroutine beside the test, up to where it waits."""
@@ -77,7 +88,7 @@ class LlmWorld:
     def assert_tidy(self) -> None:
         """Nothing is left in any table."""
         self.world.assert_tidy()
-        assert self.llm._generations == {}
+        assert self.llm.in_flight_count == 0
 
 
 @asynccontextmanager
@@ -91,16 +102,16 @@ async def open_llm_world(
 ) -> AsyncIterator[LlmWorld]:
     """A running `Llm` and its engines, which registered with these values."""
     async with open_world(engine_count, **ready) as world:
+        clock = Clock()
         llm = Llm(
             world.client,
             randomize_request_ids=randomize_request_ids,
             stream_interval=stream_interval,
             observers=observers,
+            clock=clock.now,
         )
         async with trio.open_nursery() as nursery:
-            everything = LlmWorld(llm, world, nursery)
-            llm._clock = everything.now
-            yield everything
+            yield LlmWorld(llm, world, nursery, clock)
             nursery.cancel_scope.cancel()
 
 

@@ -60,11 +60,14 @@ class Driver:
     """An engine, its clock, and all that it has sent."""
 
     engine: MockEngine
+    is_fast: bool = True
+    """Whether requests may take the fast path."""
     now: float = 100.0
     sent: list[tuple[int, EngineCoreOutputs]] = attrs.field(factory=list)
     call_id: int = 0
 
-    def _keep(self, messages: list[tuple[int, Any]]) -> None:
+    def keep(self, messages: list[tuple[int, Any]]) -> None:
+        """Decode and keep what the engine sends."""
         for client_index, frames in messages:
             outputs = decode_outputs([bytes(frame) for frame in frames])
             assert not isinstance(outputs, EngineDead)
@@ -74,7 +77,7 @@ class Driver:
     def handle(self, frames: Frames) -> None:
         """Give it a message."""
         self.now += 0.25
-        self._keep(self.engine.handle(frames, self.now))
+        self.keep(self.engine.handle(frames, self.now))
 
     def add(self, request_id: object, max_tokens: object = 4, **fields: Any) -> None:
         """Add a request; `raw_request` says what can be given."""
@@ -116,21 +119,26 @@ class Driver:
         """Let it make steps."""
         for _ in range(count):
             self.now += 1.0
-            self._keep(self.engine.step(self.now))
+            self.keep(self.engine.step(self.now))
 
     def step_at_once(self, count: int) -> None:
         """Let it make steps, as many at a time as it likes; these have one time."""
-        last = self.engine._step_count + count
-        while self.engine._step_count < last:
+        last = self.engine.step_count + count
+        while self.engine.step_count < last:
             self.now += 1.0
-            before = self.engine._step_count
-            self._keep(self.engine.steps(self.now, last - before))
-            self.now += self.engine._step_count - before - 1.0
+            before = self.engine.step_count
+            self.keep(self.engine.steps(self.now, last - before))
+            self.now += self.engine.step_count - before - 1.0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the engine will make a step without a message."""
+        return self.engine.next_step_time(self.now) is not None
 
     def run(self, limit: int = 100_000) -> None:
         """Let it make steps until it has no work."""
         for _ in range(limit):
-            if not self.engine.has_work:
+            if not self.has_work:
                 return
             self.step()
         raise AssertionError("the engine never gets done")
@@ -175,6 +183,7 @@ class Driver:
 def drive(engine_index: int = 0, *, client_count: int = 1, **config: Any) -> Driver:
     """A driver of a new engine."""
     fields = {name: config.pop(name) for name in ("has_coordinator", "fast_path") if name in config}
-    return Driver(
-        MockEngine(MockEngineConfig(**config), engine_index, client_count=client_count, **fields)
+    engine = MockEngine(
+        MockEngineConfig(**config), engine_index, client_count=client_count, **fields
     )
+    return Driver(engine, is_fast=fields.get("fast_path", True))

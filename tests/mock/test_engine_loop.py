@@ -14,8 +14,8 @@ from tests.mock.driver import pack_add, raw_request
 from trio.testing import wait_all_tasks_blocked
 
 from trio_vllm.concurrency import running
-from trio_vllm.mock import MockEngine, MockEngineConfig, runner as engine_loop
-from trio_vllm.mock.runner import EngineLoop, Lockstep
+from trio_vllm.mock import MockEngine, MockEngineConfig
+from trio_vllm.mock.runner import EngineRunner, Lockstep, RunnerLimits
 from trio_vllm.protocol import (
     COORDINATOR_READY,
     DpControlOutput,
@@ -38,7 +38,7 @@ from trio_vllm.transport import CoordinatorChannels, FrontendChannels, FrontendD
 class Frontend:
     """The other ends of an engine's connections."""
 
-    loop: EngineLoop
+    runner: EngineRunner
     inputs: list[MemorySender]
     outputs: list[MemoryReceiver]
     broadcasts: MemorySender
@@ -69,6 +69,7 @@ async def engine_behind(
     high_water_mark: float = math.inf,
     lockstep: Lockstep | None = None,
     step_interval: float = 0.0,
+    limits: RunnerLimits | None = None,
     engine_index: int = 0,
 ) -> AsyncIterator[Frontend]:
     """Run an engine beside the block; gives the frontend's side."""
@@ -76,14 +77,14 @@ async def engine_behind(
     outputs = [open_memory_connection(high_water_mark) for _ in range(client_count)]
     broadcasts, notices = open_memory_connection(), open_memory_connection()
     _, disconnects = trio.open_memory_channel[FrontendDisconnect](0)
-    links = FrontendChannels(
+    channels = FrontendChannels(
         [receiver for _, receiver in inputs],
         [sender for sender, _ in outputs],
         disconnects,
         CoordinatorChannels(broadcasts[1], notices[0]) if lockstep else None,
     )
     engine = MockEngine(
-        MockEngineConfig(lockstep=lockstep is not None),
+        MockEngineConfig(lockstep=lockstep is not None, step_interval=step_interval),
         engine_index,
         client_count=client_count,
         has_coordinator=lockstep is not None,
@@ -93,25 +94,28 @@ async def engine_behind(
         if lockstep is not None:
             lockstep.settle(0.0)
 
-    loop = EngineLoop(engine, links, after_slice=settle, step_interval=step_interval)
+    runner = EngineRunner(engine, channels, on_idle_check=settle, limits=limits or RunnerLimits())
     if lockstep is not None:
-        lockstep.loops.add(loop)
+        lockstep.runners.add(runner)
     ended = trio.Event()
 
     async def run() -> None:
-        async with running(*loop.pumps()):
-            await loop.run()
+        async with running(*runner.pumps()):
+            await runner.run()
         ended.set()
 
     async with running(run):
         yield Frontend(
-            loop,
+            runner,
             [sender for sender, _ in inputs],
             [receiver for _, receiver in outputs],
             broadcasts[0],
             notices[1],
             ended,
         )
+
+
+NO_SLICE = RunnerLimits(slice_seconds=0.0)
 
 
 async def test_a_request_is_served() -> None:
@@ -140,28 +144,26 @@ async def test_the_answers_go_where_they_belong() -> None:
     assert set(map(type, second)) == {RequestBatchOutputs, UtilityCallOutput}
 
 
-async def test_work_goes_on_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_work_goes_on_in_slices() -> None:
     """Others get their turn while a request runs, and what arrives is handled in between."""
-    monkeypatch.setattr(engine_loop, "SLICE", 0.0)
-    async with engine_behind() as frontend:
+    async with engine_behind(limits=NO_SLICE) as frontend:
         frontend.add("endless", 1_000_000)
         frontend.add("a", 3)
         assert len(await frontend.until_finished("a")) == 3
         frontend.inputs[0].send_nowait(encode_abort(["endless"]))
         await wait_all_tasks_blocked()
 
-        assert not frontend.loop.engine.has_unfinished
+        assert not frontend.runner.engine.has_unfinished
 
 
-async def test_a_flood_is_handled_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_flood_is_handled_in_slices() -> None:
     """Others do not have to wait for all that has arrived at once."""
-    monkeypatch.setattr(engine_loop, "SLICE", 0.0)
-    async with engine_behind() as frontend:
+    async with engine_behind(limits=NO_SLICE) as frontend:
         for i in range(50):
             frontend.add(f"r{i}", 1_000_000)
         seen = set()
         while 50 not in seen:
-            seen.add(sum(frontend.loop.engine._scheduler.counts))
+            seen.add(sum(frontend.runner.engine.counts))
             await trio.lowlevel.checkpoint()
 
     assert len(seen) > 10
@@ -174,7 +176,7 @@ async def test_two_engines_take_turns() -> None:
         for i in range(20):
             other.add(f"r{i}", 2)
             assert len(await other.until_finished(f"r{i}")) == 2
-        assert busy.loop.engine.has_unfinished
+        assert busy.runner.engine.has_unfinished
 
 
 async def test_a_frontend_that_does_not_read_stops_its_engine() -> None:
@@ -182,15 +184,15 @@ async def test_a_frontend_that_does_not_read_stops_its_engine() -> None:
     async with engine_behind(high_water_mark=3) as frontend:
         frontend.add("a", 1_000_000)
         await wait_all_tasks_blocked()
-        made = frontend.loop.engine.summary.tokens
+        made = frontend.runner.engine.summary.tokens
         frontend.add("b", 5)
         await wait_all_tasks_blocked()
-        assert made == frontend.loop.engine.summary.tokens
+        assert made == frontend.runner.engine.summary.tokens
 
         frontend.inputs[0].send_nowait(encode_abort(["a"]))
         frontend.inputs[0].send_nowait(encode_utility(UtilityRequest(0, 7, "is_sleeping")))
         await wait_all_tasks_blocked()
-        assert frontend.loop.engine.summary.aborted == 1
+        assert frontend.runner.engine.summary.aborted == 1
 
         seen: list[EngineCoreOutput] = []
         answers = 0
@@ -204,9 +206,62 @@ async def test_a_frontend_that_does_not_read_stops_its_engine() -> None:
     assert made == sum(output.request_id == "a" for output in seen)
 
 
+async def test_a_client_that_does_not_read_delays_its_own_requests_only() -> None:
+    """The other gets its tokens; what was held goes on when it is read."""
+    async with engine_behind(2, high_water_mark=3) as frontend:
+        frontend.add("a", 50)
+        await wait_all_tasks_blocked()
+        made = frontend.runner.engine.summary.tokens
+        frontend.add("b", 20, client_index=1)
+        received: list[EngineCoreOutput] = []
+        while not any(output.finished for output in received):
+            batch = await frontend.receive(1)
+            assert isinstance(batch, RequestBatchOutputs)
+            received += batch.outputs
+        assert len(received) == 20
+        assert frontend.runner.engine.summary.tokens == made + 20
+        assert frontend.runner.late_clients == {0}
+
+        assert len(await frontend.until_finished("a")) == 50
+
+
+async def test_the_memory_for_a_client_that_does_not_read_is_bounded() -> None:
+    """Beyond a limit its input is not taken either, the other's is."""
+    limits = RunnerLimits(late_messages=5)
+    async with engine_behind(2, high_water_mark=3, limits=limits) as frontend:
+        for call_id in range(21):
+            call = encode_utility(UtilityRequest(0, call_id, "set_weight_version", ["v"]))
+            frontend.inputs[0].send_nowait(call)
+            await wait_all_tasks_blocked()
+        frontend.inputs[0].send_nowait(encode_utility(UtilityRequest(1, 21, "is_scheduler_paused")))
+        await wait_all_tasks_blocked()
+        with pytest.raises(trio.WouldBlock):  # the call has not been taken
+            frontend.outputs[1].receive_batch_nowait(1)
+        frontend.add("b", 2, client_index=1)
+        assert isinstance(await frontend.receive(1), RequestBatchOutputs)
+
+        answers = [await frontend.receive(0) for _ in range(21)]
+        assert all(isinstance(answer, UtilityCallOutput) for answer in answers)
+
+
+async def test_steps_keep_their_pace(autojump_clock: trio.testing.MockClock) -> None:
+    """A step that comes late does not delay those that follow."""
+    limits = RunnerLimits(clock=trio.current_time)
+    async with engine_behind(step_interval=0.01, limits=limits) as frontend:
+        begin = trio.current_time()
+        frontend.add("a", 1001)
+        await trio.sleep(0.005)
+        autojump_clock.jump(0.032)
+        await frontend.until_finished("a")
+
+        assert trio.current_time() - begin == pytest.approx(10.0, abs=1e-6)
+
+
 async def test_steps_can_be_slowed_down(autojump_clock: trio.testing.MockClock) -> None:
     """The interval is between steps, not before the first; what arrives need not wait."""
-    async with engine_behind(step_interval=0.5) as frontend:
+    async with engine_behind(
+        step_interval=0.5, limits=RunnerLimits(clock=trio.current_time)
+    ) as frontend:
         begin = trio.current_time()
         frontend.add("a", 4)
         await frontend.until_finished("a")
@@ -229,8 +284,8 @@ async def test_shutting_down_ends_the_loop(drain: bool) -> None:
     async with engine_behind(high_water_mark=2) as frontend:
         frontend.add("a", 500)
         assert isinstance(await frontend.receive(), RequestBatchOutputs)
-        frontend.loop.shut_down(drain=drain)
-        frontend.loop.shut_down(drain=drain)
+        frontend.runner.shut_down(drain=drain)
+        frontend.runner.shut_down(drain=drain)
         outputs = await frontend.until_finished("a")
         await frontend.ended.wait()
 
@@ -240,18 +295,17 @@ async def test_shutting_down_ends_the_loop(drain: bool) -> None:
 
 @pytest.mark.parametrize("drain", [True, False])
 async def test_what_has_arrived_before_the_end_is_answered(
-    drain: bool, monkeypatch: pytest.MonkeyPatch
+    drain: bool,
 ) -> None:
     """Though the loop has come to only some of it when it is to end."""
-    monkeypatch.setattr(engine_loop, "SLICE", 0.0)
-    async with engine_behind() as frontend:
+    async with engine_behind(limits=NO_SLICE) as frontend:
         for i in range(50):
             frontend.add(f"r{i}", 1)
         while True:
             await trio.lowlevel.checkpoint()
-            if frontend.loop.engine.summary.requests:
+            if frontend.runner.engine.summary.requests:
                 break
-        frontend.loop.shut_down(drain=drain)
+        frontend.runner.shut_down(drain=drain)
         await frontend.ended.wait()
 
         received = frontend.outputs[0].receive_batch_nowait(1000)
@@ -265,7 +319,7 @@ async def test_what_has_arrived_before_the_end_is_answered(
 async def test_an_idle_loop_shuts_down_at_once() -> None:
     """There is nothing to wait for."""
     async with engine_behind() as frontend:
-        frontend.loop.shut_down(drain=True)
+        frontend.runner.shut_down(drain=True)
         await frontend.ended.wait()
 
 
@@ -282,7 +336,7 @@ async def test_a_client_that_does_not_read_leaves_the_other_its_calls(other_is_l
         with trio.fail_after(5):
             while not isinstance(await frontend.receive(1), UtilityCallOutput):
                 pass
-        assert frontend.loop.engine.has_unfinished
+        assert frontend.runner.engine.has_unfinished
 
 
 async def test_a_farewell_reaches_every_client_that_reads() -> None:
@@ -290,7 +344,7 @@ async def test_a_farewell_reaches_every_client_that_reads() -> None:
     async with engine_behind(2, high_water_mark=1) as frontend:
         frontend.add("a", 500)
         await wait_all_tasks_blocked()
-        frontend.loop.say_farewell()
+        frontend.runner.send_dead_sentinel()
 
         assert isinstance(await frontend.receive(1), EngineDead)
 
@@ -328,4 +382,4 @@ async def test_garbage_from_the_coordinator_is_noted() -> None:
         frontend.add("a")
         await frontend.until_finished("a")
 
-        assert frontend.loop.engine.summary.errors == 2
+        assert frontend.runner.engine.summary.errors == 2

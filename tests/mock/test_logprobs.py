@@ -112,7 +112,7 @@ def test_large_arrays_travel_in_frames_of_their_own() -> None:
     driver.add("b", 1, params={"logprobs": 100, "prompt_logprobs": 2}, prompt_token_ids=[8] * 99)
     driver.add("c", 1)
     ((_, frames),) = driver.engine.step(driver.now)
-    driver._keep([(0, frames)])
+    driver.keep([(0, frames)])
 
     assert len(frames) == 11  # ids and values of both kinds for both, and ranks of both prompts
     for request_id, token in (("a", 9), ("b", 8)):
@@ -164,3 +164,60 @@ def test_ranks_are_drawn_from_the_distribution() -> None:
     first = float(np.exp(model.sample(7, 0, [0], 2).logprobs[0, 1]))
     assert abs((found.ranks == 1).mean() - first) < 0.03
     assert found.ranks.max() > 50
+
+
+def test_a_step_of_much_work_is_made_in_slices() -> None:
+    """Whole vocabularies come in several messages, each request once a step."""
+    driver = drive(vocab_size=100_000)
+    for i in range(20):
+        driver.add(f"r{i}", 2, params={"logprobs": -1})
+    driver.step()
+
+    first = sum(len(batch.outputs) for batch in driver.batches())
+    assert 0 < first < 10
+
+    driver.run()
+    for i in range(20):
+        assert [len(o.new_token_ids) for o in driver.outputs(f"r{i}")] == [1, 1]
+    for batch in driver.batches():
+        assert len({output.request_id for output in batch.outputs}) == len(batch.outputs)
+
+
+def test_a_long_prefill_takes_several_steps() -> None:
+    """While others get their tokens, and comes to the same as a short one."""
+    driver, prompt = drive(), [i % 1000 for i in range(200_000)]
+    driver.add("long", 2, params={"prompt_logprobs": 5}, prompt_token_ids=prompt)
+    driver.add("other", 50)
+    driver.step()
+    assert driver.outputs("long") == []
+    assert len(driver.tokens("other")) == 1
+
+    driver.run()
+    made = driver.outputs("long")[0].new_prompt_logprobs_tensors
+    assert made is not None
+    assert made.token_ids[:, 0].tolist() == prompt[1:]
+    assert np.isfinite(made.logprobs).all()
+    assert len(driver.tokens("long")) == 2
+
+    short = drive()
+    short.add("long", 2, params={"prompt_logprobs": 5}, prompt_token_ids=prompt[:50])
+    short.run()
+    part = short.outputs("long")[0].new_prompt_logprobs_tensors
+    assert part is not None
+    assert np.array_equal(part.token_ids, made.token_ids[:49])
+    assert np.array_equal(part.ranks, made.ranks[:49])
+
+
+def test_an_abort_in_the_middle_of_a_step() -> None:
+    """The rest of the step goes to the others."""
+    driver = drive(vocab_size=100_000)
+    for i in range(20):
+        driver.add(f"r{i}", 2, params={"logprobs": -1})
+    driver.step()
+    driver.abort("r19", "r0")
+    driver.run()
+
+    assert driver.outputs("r19") == []
+    assert len(driver.tokens("r0")) == 1
+    assert all(len(driver.tokens(f"r{i}")) == 2 for i in range(1, 19))
+    assert not driver.engine.has_unfinished

@@ -6,7 +6,8 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.mock.driver import Driver, drive
 
 from trio_vllm.mock.fast_batch import SEVERAL_STEPS_SIZE

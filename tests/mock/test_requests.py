@@ -46,7 +46,7 @@ def test_a_request_gets_its_tokens_and_a_length(driver: Driver) -> None:
     outputs = driver.outputs("a")
     assert [len(output.new_token_ids) for output in outputs] == [1] * 5
     assert [output.finish_reason for output in outputs] == [None] * 4 + [LENGTH]
-    assert not driver.engine.has_work
+    assert not driver.has_work
 
 
 def test_the_first_output_tells_of_the_prefill(driver: Driver) -> None:
@@ -66,7 +66,7 @@ def test_the_first_output_tells_of_the_prefill(driver: Driver) -> None:
 
 def test_messages_say_when_and_by_whom(driver: Driver) -> None:
     """Each step is one message with the step's time, the engine's index and the weights."""
-    driver = drive(40_000, fast_path=driver.engine._scheduler._fast_path)
+    driver = drive(40_000, fast_path=driver.is_fast)
     driver.add("a", 3)
     driver.add("b", 3)
     driver.run()
@@ -98,7 +98,7 @@ def test_each_client_gets_its_own(driver: Driver) -> None:
 )
 def test_max_tokens(driver: Driver, max_tokens: object, expected: int) -> None:
     """Absent is 16; the model's length is the limit, prompt included; 0 ends at once."""
-    driver = drive(max_model_len=100, fast_path=driver.engine._scheduler._fast_path)
+    driver = drive(max_model_len=100, fast_path=driver.is_fast)
     driver.add("a", max_tokens)
     driver.run()
 
@@ -192,7 +192,7 @@ def test_garbage_is_noted_and_ignored(kind: bytes, payload: bytes) -> None:
 
     assert driver.finish_reason("healthy") is LENGTH
     assert driver.engine.summary.errors >= 2
-    assert len(driver.engine.journal.take()) == driver.engine.summary.errors
+    assert len(driver.engine.events.pop_entries()) == driver.engine.summary.errors
 
 
 def test_an_unreadable_request_is_answered_to_every_client() -> None:
@@ -254,7 +254,7 @@ def test_a_duplicate_does_not_hurt_the_first(driver: Driver) -> None:
 
     assert len(driver.tokens("a")) == 6
     assert driver.finish_reason("a") is LENGTH
-    (entry,) = driver.engine.journal.take()
+    (entry,) = driver.engine.events.pop_entries()
     assert "in flight" in str(entry)
 
     driver.add("a", 2)
@@ -645,7 +645,7 @@ def test_the_coordinator_is_told_of_counts() -> None:
         now += 0.009
         sent += [m for m in driver.engine.step(now) if m[0] == COORDINATOR]
     assert len(sent) == 4
-    driver._keep(sent)
+    driver.keep(sent)
     driver.now = now
     driver.run()
 
@@ -664,12 +664,12 @@ def test_the_journal_notes_requests_when_asked() -> None:
     driver.abort("b")
     driver.run()
 
-    entries = driver.engine.journal.take()
+    entries = driver.engine.events.pop_entries()
     assert [type(e).__name__ for e in entries] == ["RequestStarted"] * 2 + ["RequestFinished"] * 2
     assert "request_id='a', prompt_len=3, max_tokens=5, chunk_size=2" in str(entries[0])
     assert "request_id='a', prompt_len=3, output_tokens=5" in str(entries[2])
     assert "request_id='b', prompt_len=3, output_tokens=8" in str(entries[3])
-    assert driver.engine.journal.take() == []
+    assert driver.engine.events.pop_entries() == []
     summary = driver.engine.summary
     assert (
         summary.requests,
@@ -678,3 +678,76 @@ def test_the_journal_notes_requests_when_asked() -> None:
         summary.aborted,
         summary.errors,
     ) == (2, 13, 1, 1, 0)
+
+
+@pytest.mark.parametrize(("task", "rows"), [("classify", 1), ("token_classify", 3)])
+@pytest.mark.parametrize("num_labels", [1, 4])
+def test_labels_get_probabilities(task: str, rows: int, num_labels: int) -> None:
+    """Several sum to one, a single one is between 0 and 1 and differs from request to request."""
+    driver = drive(num_labels=num_labels)
+    for i in range(5):
+        params = [None, None, None, None, task]
+        driver.add(f"r{i}", sampling_params=None, pooling_params=params)
+    driver.run()
+
+    found = []
+    for i in range(5):
+        (output,) = driver.outputs(f"r{i}")
+        assert output.pooling_output is not None
+        values = output.pooling_output.numpy()
+        assert values.shape == ((rows, num_labels) if rows > 1 else (num_labels,))
+        assert ((values > 0) & (values < 1)).all()
+        if num_labels > 1:
+            assert np.allclose(values.sum(axis=-1), 1)
+        found.append(float(values.reshape(-1)[0]))
+    assert len(set(found)) == 5
+
+
+def test_without_activation_there_are_logits_and_vectors_of_any_length() -> None:
+    """As the request asks."""
+    driver = drive(num_labels=50)
+    for task in ("classify", "embed"):
+        params = [False, None, None, None, task]
+        driver.add(task, sampling_params=None, pooling_params=params)
+    driver.run()
+
+    for task in ("classify", "embed"):
+        (output,) = driver.outputs(task)
+        assert output.pooling_output is not None
+        values = output.pooling_output.numpy()
+        assert values.min() < 0
+        assert not np.isclose(np.linalg.norm(values), 1)
+
+
+# Replaying a trace ------------------------------------------------------------------------------
+
+
+def test_a_trace_is_replayed(driver: Driver) -> None:
+    """Token by token up to its end, whatever stop tokens there are."""
+    trace = [7, 3, 7, 31_999, 0]
+    params = {"trace_decode_token_ids": trace, "stop_token_ids": [3]}
+    driver.add("a", 5, params=params)
+    driver.add("b", 3, params=params)
+    driver.run()
+
+    assert driver.tokens("a") == trace
+    assert driver.tokens("b") == trace[:3]
+    assert driver.finish_reason("a") is LENGTH
+
+
+def test_a_trace_goes_on_after_a_preemption(driver: Driver) -> None:
+    """With the token that comes next."""
+    trace = [*range(100, 110)]
+    driver.add("a", 10, params={"trace_decode_token_ids": trace})
+    driver.step(4)
+    driver.call("reset_prefix_cache", True)
+    driver.run()
+
+    assert driver.tokens("a") == trace
+
+
+def test_a_trace_beyond_the_vocabulary_is_refused(driver: Driver) -> None:
+    """Where a real engine would replay what it cannot embed."""
+    driver.add("a", 1, params={"trace_decode_token_ids": [32_000]})
+
+    assert "beyond the vocabulary" in error_of(driver, "a")

@@ -22,19 +22,19 @@ from trio_vllm import (
     HandshakeOwner,
     InternalError,
     SamplingParams,
-    UnsupportedFieldError,
     open_client,
 )
+from trio_vllm.errors import UnsupportedFieldError
 from trio_vllm.mock import (
     MockEngine,
     MockEngineConfig,
     ServeOptions,
     Summary,
-    serve as serve_module,
     serve_mock_engines,
 )
 from trio_vllm.mock.encoding import Outgoing
-from trio_vllm.mock.runner import EngineLoop
+from trio_vllm.mock.runner import EngineRunner
+from trio_vllm.mock.serve import ServeLimits
 from trio_vllm.protocol import (
     HandshakeStatus,
     RequestBatchOutputs,
@@ -89,8 +89,11 @@ async def generate(client: EngineCoreClient, request_id: str, max_tokens: int) -
 class Serving:
     """Serves beside a test; the outcome is there afterwards."""
 
-    def __init__(self, options: ServeOptions, **config: Any) -> None:
+    def __init__(
+        self, options: ServeOptions, limits: ServeLimits | None = None, **config: Any
+    ) -> None:
         self.options = options
+        self.limits = limits or ServeLimits()
         self.config = MockEngineConfig(**config)
         self.shutdown = trio.Event()
         self.summary: Summary | None = None
@@ -98,7 +101,7 @@ class Serving:
     async def run(self) -> None:
         with trio.fail_after(TIMEOUT):
             self.summary = await serve_mock_engines(
-                self.config, self.options, shutdown=self.shutdown
+                self.config, self.options, shutdown=self.shutdown, limits=self.limits
             )
 
 
@@ -201,13 +204,12 @@ async def test_without_reconnect_the_first_frontend_has_to_come(folder: Path) ->
 
 
 async def test_with_reconnect_engines_wait_for_ever(
-    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And say so."""
     caplog.set_level(logging.INFO, "trio_vllm.mock")
-    monkeypatch.setattr(serve_module, "REPORT_INTERVAL", 0.05)
-    monkeypatch.setattr(serve_module, "RETRY_DELAY", 0.05)
-    serving = Serving(options_for(folder, startup_timeout=0.2, engine_count=2))
+    limits = ServeLimits(report_interval=0.05, retry_delay=0.05)
+    serving = Serving(options_for(folder, startup_timeout=0.2, engine_count=2), limits)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(serving.run)
         await trio.sleep(0.5)
@@ -247,7 +249,8 @@ async def test_a_shutdown_ends_requests(
 ) -> None:
     """They are aborted, at once or after a time in which they may end."""
     serving = Serving(
-        options_for(folder, shutdown_timeout=timeout, step_interval=0.005),
+        options_for(folder, shutdown_timeout=timeout),
+        step_interval=0.005,
         max_model_len=2**40,
     )
     async with trio.open_nursery() as nursery:
@@ -267,19 +270,18 @@ async def test_a_shutdown_does_not_wait_for_a_stuck_frontend(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which takes no outputs, not even those that tell it."""
-    monkeypatch.setattr(serve_module, "OUTPUT_HIGH_WATER_MARK", 1)
-    monkeypatch.setattr(serve_module, "LAST_OUTPUTS_TIME", 0.1)
+    limits = ServeLimits(output_high_water_mark=1, last_outputs_time=0.1)
     monkeypatch.setattr(engine_module, "OUTPUT_LINGER", 0.1)
-    post = EngineLoop.post
+    post = EngineRunner.post
     is_stuck = trio.Event()
 
-    def noticed(loop: EngineLoop, messages: Sequence[Outgoing]) -> None:
-        post(loop, messages)
-        if loop._late:
+    def noticed(runner: EngineRunner, messages: Sequence[Outgoing]) -> None:
+        post(runner, messages)
+        if runner.late_clients:
             is_stuck.set()
 
-    monkeypatch.setattr(EngineLoop, "post", noticed)
-    serving = Serving(options_for(folder))
+    monkeypatch.setattr(EngineRunner, "post", noticed)
+    serving = Serving(options_for(folder), limits)
     async with open_context() as context, trio.open_nursery() as nursery:
         frontend = RawFrontend.bind(context, folder)
         nursery.start_soon(serving.run)
@@ -328,13 +330,14 @@ async def test_one_crash_ends_all(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 async def test_an_address_of_a_wrong_form() -> None:
     """Is no engine's fault."""
+    options = ServeOptions(handshake_address="ipc://" + "x" * 1000)
     with pytest.raises(ConfigurationError):
-        await serve_mock_engines(MockEngineConfig(), ServeOptions(handshake_address="nowhere"))
+        await serve_mock_engines(MockEngineConfig(), options)
 
 
 async def test_several_clients_and_what_engines_say_of_themselves(folder: Path) -> None:
     """An engine registers with each client, and answers on the output that a request names."""
-    options = options_for(folder, start_index=5)
+    options = options_for(folder, engine_start_index=5)
     config = MockEngineConfig(lockstep=True)
     async with trio.open_nursery() as nursery, open_context() as context:
         frontend = RawFrontend.bind(context, folder, clients=2)
@@ -367,20 +370,21 @@ async def test_several_clients_and_what_engines_say_of_themselves(folder: Path) 
     [
         ("engine_count", 0),
         ("engine_count", 65_537),
-        ("start_index", -1),
-        ("start_index", 65_536),
+        ("engine_start_index", -1),
+        ("engine_start_index", 65_536),
         ("startup_timeout", 0.0),
         ("shutdown_timeout", -1.0),
-        ("step_interval", -1.0),
+        ("handshake_address", "nowhere"),
+        ("handshake_address", "tcp://127.0.0.1:0"),
     ],
 )
 def test_options_that_make_no_sense(option: str, value: Any) -> None:
     """Are refused before anything is started."""
-    with pytest.raises(ValueError, match=option):
+    with pytest.raises(ConfigurationError, match=option):
         ServeOptions(**{option: value})
 
 
 def test_the_last_engine_has_an_index_too() -> None:
     """Which two bytes must hold."""
-    with pytest.raises(ValueError, match="would be 65536"):
-        ServeOptions(start_index=65_535, engine_count=2)
+    with pytest.raises(ConfigurationError, match="would be 65536"):
+        ServeOptions(engine_start_index=65_535, engine_count=2)

@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.mock.driver import drive
 
 from trio_vllm.mock.content import TokenSource, hash_at, hashes, request_key

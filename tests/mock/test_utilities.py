@@ -387,7 +387,7 @@ def test_shutting_down_at_once() -> None:
     driver.run()
     driver.add("a", 50)
     driver.step()
-    driver._keep(driver.engine.shut_down(driver.now, drain=False))
+    driver.keep(driver.engine.shut_down(driver.now, drain=False))
     driver.add("b", 50)
     failure = driver.answer(driver.post("is_sleeping"))
 
@@ -404,7 +404,7 @@ def test_shutting_down_after_what_runs() -> None:
     driver = drive()
     driver.add("a", 5)
     driver.step()
-    driver._keep(driver.engine.shut_down(driver.now, drain=True))
+    driver.keep(driver.engine.shut_down(driver.now, drain=True))
     driver.add("b", 5)
     driver.run()
 

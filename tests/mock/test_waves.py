@@ -36,7 +36,7 @@ def test_an_engine_that_was_woken_announces_nothing() -> None:
 def test_stale_and_excluding_notices_wake_nobody() -> None:
     """A wave that is over, or one that this engine has begun itself."""
     driver = drive(1, lockstep=True, has_coordinator=True)
-    driver._keep(driver.engine.complete_wave(driver.now))
+    driver.keep(driver.engine.complete_wave(driver.now))
     driver.engine.start_wave(StartDpWave(0, None), driver.now)
     driver.engine.start_wave(StartDpWave(1, 1), driver.now)
     assert not is_out_of_work(driver)
@@ -53,7 +53,7 @@ def test_the_first_engine_reports_the_end_of_a_wave() -> None:
         assert not is_out_of_work(driver)
         driver.run()
         assert is_out_of_work(driver)
-        driver._keep(driver.engine.complete_wave(driver.now))
+        driver.keep(driver.engine.complete_wave(driver.now))
         assert not is_out_of_work(driver)
 
     first, second = engines

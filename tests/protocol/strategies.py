@@ -343,7 +343,7 @@ def mixed_prompt() -> dict[str, Any]:
     return {
         "prompt_token_ids": [1, VOCABULARY + 7, 3],
         "prompt_is_token_ids": [True, False, True],
-        "prompt_embeds": Tensor("bfloat16", (3, 2), bytes(12)),
+        "prompt_embeds": Tensor("bfloat16", (3, 64), bytes(384)),
     }
 
 

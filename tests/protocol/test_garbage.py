@@ -9,7 +9,8 @@ from typing import Any
 import attrs
 import ormsgpack
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.protocol.comparing import Ext, unpacked
 from tests.protocol.packing import pack
 from tests.protocol.strategies import packable

@@ -17,7 +17,7 @@ from tests.transport.startup import footprint, until
 from trio.testing import wait_all_tasks_blocked
 
 from trio_vllm.errors import ConfigurationError
-from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
+from trio_vllm.transport.zmq_context import IO_THREADS, SocketType, ZmqContext, open_context
 from trio_vllm.transport.zmq_socket import ZERO_COPY_SIZE, ZmqSocket
 
 
@@ -59,8 +59,9 @@ async def test_leaving_waits_no_longer_than_the_linger(tmp_path: Path, linger: f
 async def test_one_context_for_all(context: ZmqContext) -> None:
     """Two more places for sockets bring no thread; what is bound in one is free when it is left."""
     socket = context.socket(SocketType.PULL)
-    threads = footprint()[1]
     address = socket.bind(ANY_PORT)
+    with trio.fail_after(LIMIT):  # they take a moment to give themselves names
+        await until(lambda: footprint()[1] >= IO_THREADS + 1)
     async with open_context() as first, open_context() as second:
         push = second.socket(SocketType.PUSH)
         push.connect(address)
@@ -69,7 +70,7 @@ async def test_one_context_for_all(context: ZmqContext) -> None:
         bound = first.socket(SocketType.PULL)
         first.open_monitor(bound)
         address = bound.bind(ANY_PORT)
-        assert footprint()[1] == threads
+        assert footprint()[1] == IO_THREADS + 1
 
     async with open_context() as again:
         assert again.socket(SocketType.PULL).bind(address) == address

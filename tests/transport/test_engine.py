@@ -34,9 +34,9 @@ from trio_vllm.protocol import (
 from trio_vllm.transport import (
     FrontendChannels,
     FrontendDisconnect,
-    engine as _engine,
     join_frontend,
 )
+from trio_vllm.transport import engine as _engine
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
 from trio_vllm.transport.zmq_monitor import set_linger
 from trio_vllm.transport.zmq_socket import ZmqSocket

@@ -36,8 +36,8 @@ from trio_vllm.transport import (
     Disconnect,
     EngineChannels,
     HandshakeOwner,
-    frontend as _frontend,
 )
+from trio_vllm.transport import frontend as _frontend
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
 
 Script = Callable[[], Awaitable[object]]

@@ -13,7 +13,8 @@ from tests.transport.peers import ANY_PORT, LIMIT, Pair, receive_frames, wait_un
 from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
 from trio_vllm.errors import ConfigurationError, PeerGoneError
-from trio_vllm.transport import Received, zmq_socket as _socket
+from trio_vllm.transport import Received
+from trio_vllm.transport import zmq_socket as _socket
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
 from trio_vllm.transport.zmq_socket import ZERO_COPY_SIZE, ZmqSocket
 

@@ -9,7 +9,7 @@ import pytest
 import trio
 from tests.ready import ready_response
 
-from trio_vllm.client import EngineCoreClient, OutputStream, client as _opening, open_client
+from trio_vllm.client import EngineCoreClient, OutputStream, open_client
 from trio_vllm.protocol import (
     AbortRequests,
     EngineCoreRequest,
@@ -64,11 +64,8 @@ class Mistake(Exception):  # noqa: N818
 
 
 @pytest.mark.parametrize("way", ["leaving", "raising", "cancelling"])
-async def test_last_aborts_reach_the_engines(
-    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_last_aborts_reach_the_engines(tmp_path: Path, way: str) -> None:
     """There is no checkpoint between the requests and the end."""
-    monkeypatch.setattr(_opening, "LEARNING_TIMEOUT", 0.0)  # these answer nothing
     address = f"ipc://{tmp_path}/handshake"
     engines = [Engine(index, address) for index in range(2)]
     mode = HandshakeOwner(handshake_address=address, engine_count=2)
@@ -77,7 +74,7 @@ async def test_last_aborts_reach_the_engines(
             for engine in engines:
                 nursery.start_soon(engine.run)
             with suppress(Mistake), trio.CancelScope() as scope:
-                async with open_client(mode) as client:
+                async with open_client(mode, learning_timeout=0.0) as client:
                     submit(client)
                     if way == "raising":
                         raise Mistake

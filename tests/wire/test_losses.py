@@ -13,7 +13,7 @@ import trio
 from tests.ready import ready_response
 from tests.wire.processes import PeerProcess, peer_process
 
-from trio_vllm.client import client as _opening, open_client
+from trio_vllm.client import open_client
 from trio_vllm.errors import EngineDeadError
 from trio_vllm.protocol import EngineCoreRequest, EngineId, SamplingParams
 from trio_vllm.transport import Disconnect, EngineChannels, HandshakeOwner, join_frontend
@@ -66,9 +66,8 @@ async def test_killed_engine(address: str) -> None:
             assert await links.disconnects.receive() is None
 
 
-async def test_killed_engine_of_a_client(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_killed_engine_of_a_client(address: str) -> None:
     """Its request fails with the reason; requests go to the other one from then on."""
-    monkeypatch.setattr(_opening, "LEARNING_TIMEOUT", 0.0)  # these answer nothing
     mode = HandshakeOwner(handshake_address=address, engine_count=2)
 
     def request(request_id: str, rank: int | None = None) -> EngineCoreRequest:
@@ -80,7 +79,10 @@ async def test_killed_engine_of_a_client(address: str, monkeypatch: pytest.Monke
         )
 
     with trio.fail_after(60):
-        async with engine_processes(address, 2) as engines, open_client(mode) as client:
+        async with (
+            engine_processes(address, 2) as engines,
+            open_client(mode, learning_timeout=0.0) as client,
+        ):
             async with client.call(request("doomed", 0)) as outputs:
                 engines[0].process.send_signal(signal.SIGKILL)
                 with trio.fail_after(LOSS_LIMIT), pytest.raises(EngineDeadError) as caught:

@@ -13,23 +13,42 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["llm_smoke", "mock_engine"]
+__all__ = ["run_llm_smoke", "run_mock_engine"]
 
 
-def llm_smoke() -> NoReturn:
+def run_llm_smoke() -> NoReturn:
     """Run ``llm-smoke`` on the command line of this process."""
+    _open_standard_streams()
     _end_at_once_on_signals(lambda number: 128 + number)
-    from trio_vllm.cli._llm_smoke import main
+    from trio_vllm.cli.llm_smoke import main
 
     sys.exit(main())
 
 
-def mock_engine() -> NoReturn:
+def run_mock_engine() -> NoReturn:
     """Run ``mock-engine`` on the command line of this process."""
+    _open_standard_streams()
     _end_at_once_on_signals(lambda number: 0)
-    from trio_vllm.cli._mock_engine import main
+    from trio_vllm.cli.mock_engine import main
 
     sys.exit(main())
+
+
+def _open_standard_streams() -> None:
+    """Let those that the caller has closed lead nowhere.
+
+    Otherwise the next file or socket gets their descriptor, and what is printed; and Python prints to
+    standard output what is meant for a standard error that is closed.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gives the lowest free one, that is this one
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _end_at_once_on_signals(exit_code: Callable[[int], int]) -> None:

@@ -1,31 +1,20 @@
-"""The frontend's side: drives engine cores."""
+"""The client: drives engine cores over the transport. Public."""
 
-from trio_vllm.client.client import EngineCoreClient, open_client, run_client
-from trio_vllm.client.core import ClientStatistics, FrontendCore
-from trio_vllm.client.driver import CoreDriver
-from trio_vllm.client.engines import EngineInfo, LeastLoaded, LeastWaiting, LoadBalancer
-from trio_vllm.client.requests import OutputStream, Sink, StreamOutput
-from trio_vllm.client.utility_calls import KvCacheGroup
-from trio_vllm.client.utility_methods import PauseMode
-from trio_vllm.transport import Bootstrapped, EngineSource, HandshakeOwner
-
-__all__ = [
-    "Bootstrapped",
-    "ClientStatistics",
-    "CoreDriver",
-    "EngineCoreClient",
-    "EngineInfo",
-    "EngineSource",
-    "FrontendCore",
-    "HandshakeOwner",
-    "KvCacheGroup",
-    "LeastLoaded",
-    "LeastWaiting",
-    "LoadBalancer",
-    "OutputStream",
-    "PauseMode",
-    "Sink",
-    "StreamOutput",
-    "open_client",
-    "run_client",
-]
+from trio_vllm.client.client import EngineCoreClient as EngineCoreClient
+from trio_vllm.client.client import open_client as open_client
+from trio_vllm.client.client import run_client as run_client
+from trio_vllm.client.core import ClientStatistics as ClientStatistics
+from trio_vllm.client.core import FrontendCore as FrontendCore
+from trio_vllm.client.driver import CoreDriver as CoreDriver
+from trio_vllm.client.engines import EngineInfo as EngineInfo
+from trio_vllm.client.engines import LeastLoaded as LeastLoaded
+from trio_vllm.client.engines import LeastWaiting as LeastWaiting
+from trio_vllm.client.engines import LoadBalancer as LoadBalancer
+from trio_vllm.client.requests import OutputStream as OutputStream
+from trio_vllm.client.requests import Sink as Sink
+from trio_vllm.client.requests import StreamOutput as StreamOutput
+from trio_vllm.client.utility_calls import KvCacheGroup as KvCacheGroup
+from trio_vllm.client.utility_methods import PauseMode as PauseMode
+from trio_vllm.transport import Bootstrapped as Bootstrapped
+from trio_vllm.transport import EngineSource as EngineSource
+from trio_vllm.transport import HandshakeOwner as HandshakeOwner

@@ -35,7 +35,7 @@ class EngineCoreClient(UtilityMethods):
 
     def __init__(self, driver: CoreDriver) -> None:
         self.driver = driver
-        """What it is built on, for whoever has a `Sink` of his own, such as `Llm`."""
+        """Submits requests with a `Sink` of one's own, as `Llm` does."""
         self._core = driver.core
 
     # What is known ------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class EngineCoreClient(UtilityMethods):
     def close(self) -> None:
         """Abort what is in flight and serve no request any more; idempotent.
 
-        Whoever waits gets `ClientClosedError`. `open_client` does this at the end of its block.
+        Each waiting task gets `ClientClosedError`. `open_client` does this at the end of its block.
         """
         self.driver.close()
 

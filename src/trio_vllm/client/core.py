@@ -1,27 +1,28 @@
-"""`FrontendCore`: the client without IO. Told what happens, it says what to send and when to call.
+"""`FrontendCore`: drives engine cores without IO: requests and frames in, messages to send out.
 
-Theory of operation. Whoever drives the core tells it of requests and utility calls (`submit`,
-`call_utility`, …), of each message that comes (`receive`), of each connection that breaks
-(`disconnected`), and calls `tick` when `next_deadline` has come. Nothing here waits, reads a clock or
-sends. After any of these calls:
+Theory of operation. The driver passes in requests and utility calls (`submit`, `call_utility`), each
+message that is received (`receive`) and each connection that breaks (`disconnected`), and calls
+`tick` when `next_deadline` has come. Nothing here waits, reads a clock or sends. After any of these
+calls the driver looks at
 
-* `urgent_sends` are messages to send before anything else is done, since an idle engine waits for
-  them; `sends` are all messages, to be sent once all tasks that are due have run, or `send_time` has
-  come. So what is submitted or aborted in one go costs one wake-up, and reaches the engine before its
-  next step. A message that finds its engine gone is given back with `undeliverable`.
-* `coordination_sends` are messages of the waves.
-* `failure` may have been set: then no request is served any more.
+* `urgent_sends`: messages to send at once, because an idle engine waits for them;
+* `sends`: all messages, to send when every task that is due has run, and `send_time` has come. So
+  all that is submitted or aborted in one go costs one wake-up, and reaches an engine before its next
+  step. A message that finds its engine gone is given back with `undeliverable`;
+* `coordination_sends`: messages of the data-parallel waves;
+* `failure`: if it is set, no request is served any more.
 
-Whoever waits is woken by the object that it has handed in with its request or call (`Sink`,
-`Wakeable`).
+Outputs and results go to the object that the caller passed in with the request or the call, which
+also wakes the caller's task (`Sink`, `Wakeable`).
 
 What an engine does never raises here. The first cause of its death is kept, and every waiter and
 every later call gets a fresh error made of it.
 
-Messages count only if they come from an engine, by a connection that is known to be its own (see
-`EngineConnections`): what a stranger sends is dropped, counted in `ClientStatistics`, and logged once.
-So an engine whose very first message cannot be read is a stranger, even if it is the only one: it
-hurts nobody, nor is it found dead by that. `open_client` lets each engine answer a call first.
+A message counts only if it comes from an engine, by the connection that is known to be this engine's
+(see `EngineConnections`). Others are dropped, counted in `ClientStatistics`, and logged once. So an
+engine whose very first message cannot be read is a stranger, even if it is the only engine: that
+message harms no request, and does not mark the engine dead. In practice each engine's connection is
+known before a request is sent, since `open_client` asks every engine for the supported tasks.
 
 Mirrors ``rust/src/engine-core-client/src/client.rs`` and ``vllm/v1/engine/core_client.py``.
 """
@@ -91,6 +92,10 @@ _log = logging.getLogger("trio_vllm.client")
 StatsListener = Callable[[int, SchedulerStats], None]
 """Is called with an engine's index and its statistics."""
 
+FROM_STRANGER = "a message from a connection that is not known to be an engine's"
+FOR_OTHER_ENGINE = "a message that names an engine which its connection does not belong to"
+FOR_OTHERS_REQUEST = "an output for a request of another engine"
+
 
 @attrs.frozen(kw_only=True)
 class ClientStatistics:
@@ -105,7 +110,7 @@ class ClientStatistics:
     unsent_aborts: int
     """Requests that are over, and whose engines will be told in a moment."""
     dropped: Mapping[str, int]
-    """Messages and rows that did not count, by the reason."""
+    """Messages and outputs that did not count, by the reason, such as `FROM_STRANGER`."""
     tasks_waiting_for_failure: int = 0
     """Tasks in `EngineCoreClient.wait_failed`."""
 
@@ -221,7 +226,7 @@ class FrontendCore:
         """
         self.raise_if_failed()
         request_id = request.request_id
-        if self._engines.having(request_id) is not None:
+        if self._engines.engine_with(request_id) is not None:
             raise DuplicateRequestIdError(request_id)
         request = fill_defaults(request, self._client_index, self._backend)
         if self._waves is not None:
@@ -279,7 +284,7 @@ class FrontendCore:
         Ids that are not in flight are ignored.
         """
         for request_id in request_ids:
-            if engine := self._engines.having(request_id):
+            if engine := self._engines.engine_with(request_id):
                 sink = self._abort(engine, request_id)
                 output = EngineCoreOutput(request_id, finish_reason=FinishReason.ABORT)
                 sink.add_output(output, 0.0, None)
@@ -381,7 +386,7 @@ class FrontendCore:
         self._hold_end = -math.inf
 
     def undeliverable(self, message: EngineMessage, cause: Exception, now: float) -> None:
-        """A message could not be sent: its engine is gone."""
+        """Take back a message that could not be sent, and disconnect its engine."""
         self._disconnect(message.engine, now, cause)
         self._move(message)
 
@@ -399,7 +404,7 @@ class FrontendCore:
     # Messages that come -------------------------------------------------------------------------
 
     def receive(self, frames: Frames, connection: int | None, now: float) -> None:
-        """A message came in by the output socket; ``connection`` is the number of its connection."""
+        """Handle a message of the output socket; ``connection`` is the number of its connection."""
         sender = self._connections.engine_of(connection)
         try:
             message = decode_outputs_lazily(frames)
@@ -409,7 +414,7 @@ class FrontendCore:
                 sender = message.engine_index
                 self._receive_from(self._engines.by_index[sender], message)
             else:
-                self._drop("a message for an engine that its connection is not known to belong to")
+                self._drop(FOR_OTHER_ENGINE)
         except DecodeError as error:
             self._receive_undecodable(sender, error)
 
@@ -452,8 +457,8 @@ class FrontendCore:
     def _receive_row(self, engine: Engine, row: object, batch: UndecodedBatch) -> None:
         request_id = row_request_id(row)
         if request_id is not None and request_id not in engine.requests:
-            if self._engines.having(request_id) is not None:
-                self._drop("an output for a request of another engine")
+            if self._engines.engine_with(request_id) is not None:
+                self._drop(FOR_OTHERS_REQUEST)
             return
         try:
             output = batch.decode_row(row)
@@ -484,7 +489,7 @@ class FrontendCore:
     def _receive_stats(self, engine: Engine, batch: UndecodedBatch) -> None:
         engine.stats_message = batch
         if len(self._engines.alive) < 2 and not self._stats_listeners:
-            return  # nobody needs them decoded
+            return  # they are needed for nothing yet
         try:
             stats = batch.decode_stats()
         except DecodeError as error:
@@ -500,26 +505,27 @@ class FrontendCore:
 
     def _receive_sentinel(self, sender: int | None) -> None:
         if sender is None:
-            self._drop("ENGINE_CORE_DEAD from a connection that is not known to be an engine's")
+            self._drop(FROM_STRANGER, "ENGINE_CORE_DEAD")
         else:
             self._mark_dead(self._engines.by_index[sender], REPORTED_DEATH)
 
     def _receive_undecodable(self, sender: int | None, error: DecodeError) -> None:
         if sender is None:
-            self._drop("a message from a connection that is not known to be an engine's", error)
+            self._drop(FROM_STRANGER, error)
         else:
             engine = self._engines.by_index[sender]
             self._mark_dead(engine, f"{UNREADABLE}: {error}", error)
 
-    def _drop(self, what: str, cause: object = "") -> None:
+    def _drop(self, what: str, details: object = "there may be more") -> None:
+        """Count a dropped message; log the first of a kind only, or a stranger could fill the log."""
         self._dropped[what] += 1
         if self._dropped[what] == 1:
-            _log.warning("dropped %s%s", what, f": {cause}" if cause else "")
+            _log.warning("dropped %s: %s", what, details)
 
     # Waves --------------------------------------------------------------------------------------
 
     def receive_notice(self, frames: Frames, connection: int | None) -> None:
-        """A message to the coordinator, which we are."""
+        """Handle a message to the coordinator, which we are."""
         assert isinstance(self._waves, WaveLeader)
         try:
             self._coordination_sends += self._waves.receive_notice(frames, connection)
@@ -527,12 +533,12 @@ class FrontendCore:
             self._receive_undecodable(error.engine_index, error)
 
     def receive_subscription(self, frames: Frames, _: int | None = None) -> None:
-        """A new connection to the broadcasts of the coordinator, which we are."""
+        """Handle a new connection to the broadcasts of the coordinator, which we are."""
         assert isinstance(self._waves, WaveLeader)
         self._coordination_sends += self._waves.receive_subscription(frames)
 
     def receive_publication(self, frames: Frames, _: int | None = None) -> None:
-        """A message from the coordinator."""
+        """Handle a message from the coordinator in another process."""
         assert isinstance(self._waves, WaveFollower)
         try:
             self._waves.receive_publication(frames)
@@ -544,9 +550,9 @@ class FrontendCore:
     def disconnected(
         self, now: float, *, engine_index: int | None = None, connection: int | None = None
     ) -> None:
-        """A connection broke: this engine's, to the input socket, or the one of this number.
+        """Note that a connection broke: this engine's to the input socket, or that of a number.
 
-        Connections that are not known to be an engine's are nobody's loss.
+        A connection that is not known to be an engine's is ignored.
         """
         if engine_index is None:
             engine_index = self._connections.engine_of(connection)
@@ -566,7 +572,7 @@ class FrontendCore:
         return self._engines.next_deadline
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Mark those engines dead whose deadline has passed."""
         for engine, cause in self._engines.expired(now):
             self._mark_dead(engine, CONNECTION_LOST, cause)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from time import perf_counter
@@ -40,8 +40,8 @@ COORDINATION_BATCH = 100
 class CoreDriver:
     """Connects a `FrontendCore` to the channels of its engines.
 
-    Made by `open_client`. `EngineCoreClient` and `Llm` are built of its methods; whoever wants a
-    `Sink` of his own calls `submit` and `drop` too.
+    Made by `open_client`. `EngineCoreClient` and `Llm` are built of its methods, and other facades
+    with a `Sink` of their own can be.
 
     Its tasks receive outputs, send what can go together, keep the core's deadlines, take note of
     broken connections and, if there is a coordinator, keep up with the waves. Submitting a request
@@ -60,7 +60,7 @@ class CoreDriver:
         """
         Args:
           channels: The ways to the engines and from them.
-          core: What decides; nobody else may drive it.
+          core: Decides what is done; has no other driver.
           batch_size: Messages received at once.
           slice_time: Seconds of handing out outputs between two checkpoints. A message of 1,000
             outputs takes about 1 ms.
@@ -147,8 +147,7 @@ class CoreDriver:
             try:
                 self._send_urgent()
                 self._follow_up()
-                while not call.is_settled:
-                    await waiter.wait()
+                await waiter.wait()
             finally:
                 self.core.close_call(call)
         if not call.is_settled:
@@ -246,7 +245,10 @@ class CoreDriver:
         while True:
             batch = await outputs.receive_batch(limit)
             while batch:
-                await self._hand_out(batch)
+                waiting = iter(batch)
+                while self._hand_out(waiting):
+                    self._follow_up()
+                    await trio.lowlevel.checkpoint()
                 batch = self._receive_more(outputs) if len(batch) == limit else []
                 if batch:
                     self.core.pause_sending(trio.current_time())
@@ -255,21 +257,20 @@ class CoreDriver:
             self.core.resume_sending()
             self._follow_up()
 
+    def _hand_out(self, waiting: Iterator[Received]) -> bool:
+        """Give messages to the core, for one slice of time; whether it was too short for all."""
+        now, end = trio.current_time(), perf_counter() + self._slice_time
+        for frames, connection in waiting:
+            self.core.receive(frames, connection, now)
+            if perf_counter() > end:
+                return True
+        return False
+
     def _receive_more(self, receiver: FrameReceiver) -> list[Received]:
         try:
             return receiver.receive_batch_nowait(self._batch_size)
         except trio.WouldBlock:
             return []
-
-    async def _hand_out(self, batch: Iterable[Received]) -> None:
-        """Give messages to the core, in slices: other tasks have their turns in between."""
-        now, end = trio.current_time(), perf_counter() + self._slice_time
-        for frames, connection in batch:
-            if perf_counter() > end:
-                self._follow_up()
-                await trio.lowlevel.checkpoint()
-                now, end = trio.current_time(), perf_counter() + self._slice_time
-            self.core.receive(frames, connection, now)
 
     async def _send_queued(self) -> None:
         """Task: send what can wait until all tasks that are due now have had their turn."""
@@ -295,6 +296,7 @@ class CoreDriver:
 
     async def _watch_connections(self) -> None:
         """Task: tell the core of broken connections."""
+        await trio.lowlevel.checkpoint()
         async for broken in self.channels.disconnects:
             now = trio.current_time()
             self.core.disconnected(

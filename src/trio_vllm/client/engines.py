@@ -157,7 +157,7 @@ class EngineTable:
         """When the next disconnected engine will be dead; infinity if there is none."""
         return min((deadline for deadline, _ in self._deadlines.values()), default=math.inf)
 
-    def having(self, request_id: str) -> Engine | None:
+    def engine_with(self, request_id: str) -> Engine | None:
         """The engine that has a request, if it is in flight."""
         for engine in self.by_index.values():
             if request_id in engine.requests:

@@ -1,14 +1,26 @@
-"""How the checks say what is wrong with a field."""
+"""`fill_defaults` and `validate_and_encode`: what a frontend does to a request before it sends it.
+
+Mirrors upstream's ``InputProcessor.process_inputs`` (``vllm/v1/engine/input_processor.py``) and the
+checks of ``vllm/sampling_params.py`` and ``vllm/pooling_params.py``. An engine relies on them: it
+builds the classes of parameters in its input thread, which does not survive what their
+constructors reject, and its main loop dies of others (an empty prompt, an unknown token id). The
+table in ``tests/client/test_input_rules.py`` has each rule of upstream, and what became of it.
+
+Upstream rewrites the caller's values in place; here the caller's request stays as it is and a copy
+is sent. What concerns one field by itself is checked by its codec, while the request is written.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import numpy as np
 
+from trio_vllm.client import structured_outputs
+from trio_vllm.client.field_errors import UnsupportedValue, invalid, unsupported
+from trio_vllm.client.token_ids import as_token_ids, plain_items
 from trio_vllm.errors import EmptyPromptError, InvalidFieldError, UnsupportedFieldError
 from trio_vllm.protocol import (
     Buffer,
@@ -25,77 +37,87 @@ from trio_vllm.protocol import (
     request_label,
 )
 
-# MERGED protocol/_resolution: What a frontend fills into a request before it sends it.
-#
-# Upstream's constructors and its ``InputProcessor.process_inputs`` (``vllm/sampling_params.py``,
-# ``vllm/v1/engine/input_processor.py``) rewrite the caller's values in place; here the caller's
-# request stays as it is and a copy is sent.
-# MERGED protocol/_sampling_validation: Sampling parameters that do not go together, or not with the prompt or the vocabulary.
-#
-# See ``SamplingParams._verify_args`` and ``SamplingParams.verify`` upstream, in
-# ``vllm/sampling_params.py``. What concerns one field by itself stands in ``_sampling.py``.
-# MERGED protocol/_validation: What a frontend must not send: an engine dies of it, or goes deaf.
-#
-# An engine builds upstream's parameter classes while it decodes a request, in its input thread, and
-# that thread does not survive what their constructors reject. Other values kill its main loop later:
-# an empty or too long prompt, an unknown token id or pooling task. Upstream's frontends check all
-# that first, in ``vllm/v1/engine/input_processor.py`` (``InputProcessor.process_inputs``) and
-# ``vllm/sampling_params.py`` (``SamplingParams._verify_args``, ``SamplingParams.verify``); so does
-# `check_request`. What concerns one field by itself stands in its form (``_sampling.py``,
-# ``_request.py``, …) and is checked again when the request is written; here, and in
-# ``_sampling_validation.py``, is what concerns fields together, or the engine.
-#
-# Not known here, and left to the caller: the vocabulary unless it is told, the engine's
-# ``--max-logprobs``, its hidden size, whether it has a reasoning parser.
-
-
-class Unsupported(CodecError):  # noqa: N818 (never leaves the checks)
-    """The value is good, but not for this engine."""
-
-
-def refuse(field: str, reason: str) -> CodecError:
-    """The error for a value that no engine takes; ``field`` may be empty for the whole."""
-    return CodecError(reason).add_path(f".{field}" if field else "")
-
-
-def refuse_here(field: str, reason: str) -> CodecError:
-    """The error for a value that another engine would take."""
-    return Unsupported(reason).add_path(f".{field}")
-
-
-def not_in_vocabulary(token_id: int, vocab_size: int) -> str:
-    """The reason for a token id that is too large."""
-    return f"{token_id} is not in the vocabulary of {vocab_size} tokens"
-
+# Defaults ---------------------------------------------------------------------------------------
 
 MAX_LOGIT_BIAS = 100.0
+
+TOKEN_ID_FIELDS = (
+    "stop_token_ids",
+    "all_stop_token_ids",
+    "allowed_token_ids",
+    "logprob_token_ids",
+    "trace_decode_token_ids",
+)
+"""Sampling parameters that are token ids; ``logit_bias`` and bad words have them inside."""
 
 
 def fill_defaults(
     request: EngineCoreRequest,
     client_index: int = 0,
     structured_outputs_backend: str = "xgrammar",
+    *,
+    max_model_len: int | None = None,
 ) -> EngineCoreRequest:
     """Fill in what an engine needs and callers leave out; the request itself is not changed.
 
     * ``client_index``: where this client listens;
+    * token ids: a list of Python's integers for any iterable;
     * ``sampling_params.all_stop_token_ids``, if empty: the stop and end-of-text ids;
     * ``seed`` and ``thinking_token_budget`` of -1: none;
     * ``logit_bias``: brought into the range from -100 to 100, as upstream's frontends do;
-    * ``prompt_logprob_token_ids``: int32;
-    * ``structured_outputs.backend``, if None: ``structured_outputs_backend``.
+    * ``prompt_logprob_token_ids``: int32, rows of lists padded with -1;
+    * ``trace_decode_token_ids``: nothing but the trace's end ends the request;
+    * ``structured_outputs.backend``, if None: ``structured_outputs_backend``, of which "auto" takes
+      the one that can do it; choices for xgrammar become a grammar;
+    * ``pooling_params``: what upstream's tasks start from.
 
-    ``max_tokens`` of None stays None. Values of a wrong type or range are left for `check_request`.
+    ``max_tokens`` of None stays None. Values of a wrong type or range are left for
+    `validate_and_encode`. ``max_model_len`` bounds traces; it may be left out.
     """
     changes: dict[str, Any] = {}
     if request.client_index is not client_index:  # equality may be anything yet
         changes["client_index"] = client_index
+    token_ids = request.prompt_token_ids
+    if type(token_ids) is not list and token_ids is not None:
+        changes |= _as_lists(request, ("prompt_token_ids",))
     params = request.sampling_params
     if isinstance(params, EngineCoreSamplingParams):
-        resolved = _sampling_changes(params, structured_outputs_backend)
-        if resolved:
-            changes["sampling_params"] = attrs.evolve(params, **resolved)
+        filled = _sampling_changes(params, structured_outputs_backend)
+        if params.trace_decode_token_ids is not None:
+            room = None if max_model_len is None else max_model_len - _prompt_length(request)
+            filled |= _trace_changes(attrs.evolve(params, **filled), room)
+        if filled:
+            changes["sampling_params"] = attrs.evolve(params, **filled)
+    elif isinstance(request.pooling_params, PoolingParams):
+        filled = _pooling_changes(request.pooling_params)
+        if filled:
+            changes["pooling_params"] = attrs.evolve(request.pooling_params, **filled)
     return attrs.evolve(request, **changes) if changes else request
+
+
+_CONVERTIBLE = (list, tuple, range, np.ndarray)
+"""No iterators: a request may be sent again, and several completions share their parameters."""
+
+
+def _as_lists(holder: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Token ids that are not yet a list of integers; what are none at all is left."""
+    changes = {}
+    for name in names:
+        value = getattr(holder, name)
+        if value is None or not isinstance(value, _CONVERTIBLE):
+            continue
+        token_ids = as_token_ids(value, name)
+        if token_ids is not value and not (type(value) is tuple and not value):
+            changes[name] = token_ids
+    return changes
+
+
+def _prompt_length(request: EngineCoreRequest) -> int:
+    for positions in (request.prompt_token_ids, request.prompt_is_token_ids):
+        if isinstance(positions, Sequence):
+            return len(positions)
+    embeds = request.prompt_embeds
+    return embeds.shape[0] if isinstance(embeds, Tensor) and embeds.shape else 0
 
 
 def _sampling_changes(params: EngineCoreSamplingParams, backend: str) -> dict[str, Any]:
@@ -104,17 +126,18 @@ def _sampling_changes(params: EngineCoreSamplingParams, backend: str) -> dict[st
         changes["seed"] = None
     if _is_minus_one(params.thinking_token_budget):
         changes["thinking_token_budget"] = None
+    changes |= _as_lists(params, TOKEN_ID_FIELDS)
     if params.eos_token_id is not None or params.stop_token_ids is not None:
-        changes |= _stop_ids(params)
+        changes |= _stop_ids(params, changes)
     if params.logit_bias is not None:
         changes |= _clamped(params.logit_bias)
     if params.prompt_logprob_token_ids is not None:
         changes |= _as_int32(params.prompt_logprob_token_ids)
     structured = params.structured_outputs
-    if isinstance(structured, StructuredOutputsParams) and structured.backend is None:
-        changes["structured_outputs"] = attrs.evolve(
-            structured, backend=backend, backend_was_auto=True
-        )
+    if isinstance(structured, StructuredOutputsParams):
+        resolved = structured_outputs.resolve(structured, backend)
+        if resolved is not structured:
+            changes["structured_outputs"] = resolved
     return changes
 
 
@@ -122,17 +145,16 @@ def _is_minus_one(value: object) -> bool:
     return type(value) is int and value == -1
 
 
-def _stop_ids(params: EngineCoreSamplingParams) -> dict[str, Any]:
+def _stop_ids(params: EngineCoreSamplingParams, changes: Mapping[str, Any]) -> dict[str, Any]:
     """The ids to mask until ``min_tokens``; a grammar compiler looks at them too."""
-    given: Any = params.all_stop_token_ids
-    stop_ids: Any = params.stop_token_ids
+    given: Any = changes.get("all_stop_token_ids", params.all_stop_token_ids)
     if type(given) not in (tuple, list, set, frozenset) or given:
         return {}
     found: set[Any] = set()
     try:
         if params.eos_token_id is not None:
             found.add(params.eos_token_id)
-        found.update(stop_ids.tolist() if isinstance(stop_ids, np.ndarray) else stop_ids or ())
+        found.update(changes.get("stop_token_ids", params.stop_token_ids) or ())
         return {"all_stop_token_ids": sorted(found)} if found else {}
     except TypeError:
         return {}
@@ -153,6 +175,8 @@ def _clamped(logit_bias: Mapping[int, float]) -> dict[str, Any]:
 
 
 def _as_int32(token_ids: Any) -> dict[str, Any]:
+    if isinstance(token_ids, list | tuple):
+        token_ids = _padded(token_ids)
     if not isinstance(token_ids, np.ndarray) or token_ids.dtype.kind not in "iu":
         return {}
     narrow = token_ids.astype(np.int32)
@@ -161,148 +185,70 @@ def _as_int32(token_ids: Any) -> dict[str, Any]:
     return {"prompt_logprob_token_ids": narrow}
 
 
-JSON_NESTING = 64
-"""Levels of a JSON schema; each makes its conversion to a grammar much more expensive."""
-STRUCTURAL_TAG_NESTING = 80
-
-
-def check_sampling(params: EngineCoreSamplingParams, length: int, vocab_size: int | None) -> None:
-    """Check parameters whose fields are good by themselves, for a prompt of ``length`` tokens."""
+def _padded(rows: Sequence[Any]) -> Any:
+    """Rows of ids as an array, -1 where one is shorter than the longest; None if they are none."""
+    if not all(isinstance(row, list | tuple) for row in rows):
+        return None
+    width = max(map(len, rows), default=0)
     try:
-        if params.n != 1:
-            raise refuse_here("n", "must be 1: an engine makes one completion per request")
-        if params.max_tokens is None:
-            raise refuse("max_tokens", "must be set")
-        if params.min_tokens > params.max_tokens:
-            raise refuse("min_tokens", f"must be at most max_tokens ({params.max_tokens})")
-        if params.routed_experts_prompt_start > length:
-            raise refuse("routed_experts_prompt_start", f"must be {length} at most")
-        if params.logprob_token_ids is not None and params.logprobs is not None:
-            _check_logprobs_count(params.logprobs, len(params.logprob_token_ids))
-        if params.prompt_logprob_token_ids is not None or params.prompt_logprob_start is not None:
-            _check_prompt_logprob_token_ids(params, length)
-        if params.structured_outputs is not None:
-            _check_structured_outputs(params.structured_outputs)
-        if params.trace_decode_token_ids is not None:
-            _check_trace(params)
-        if vocab_size is not None:
-            _check_vocabulary(params, vocab_size)
-    except CodecError as error:
-        raise error.add_path(".sampling_params") from None
+        array = np.array([[*row, *[-1] * (width - len(row))] for row in rows])
+    except (OverflowError, ValueError):
+        return None
+    return array.astype(np.int64) if array.dtype.kind in "iu" else None
 
 
-def _check_logprobs_count(logprobs: int, count: int) -> None:
-    if logprobs != count:
-        raise refuse("logprobs", f"must be nil or the number of logprob_token_ids ({count})")
+_DEFAULT_MAX_TOKENS = attrs.fields(EngineCoreSamplingParams).max_tokens.default
 
 
-def _check_prompt_logprob_token_ids(params: EngineCoreSamplingParams, length: int) -> None:
-    """One row of ids for each prompt token from the one after ``prompt_logprob_start`` on."""
-    ids = params.prompt_logprob_token_ids
-    if ids is None:
-        raise refuse("prompt_logprob_start", "needs prompt_logprob_token_ids")
-    rows = length - 1 - (params.prompt_logprob_start or 0)
-    if ids.ndim != 2 or ids.dtype.kind not in "iu" or not ids.size:
-        raise refuse("prompt_logprob_token_ids", "must be integers of shape [rows, ids], not empty")
-    if len(ids) != rows:
-        raise refuse("prompt_logprob_token_ids", f"must have {rows} rows, not {len(ids)}")
-    if int(ids.min()) < -1 or int(ids.max()) >= 2**31:
-        raise refuse("prompt_logprob_token_ids", "must be token ids, or -1")
+def _trace_changes(params: EngineCoreSamplingParams, room: int | None) -> dict[str, Any]:
+    """What upstream's ``_normalize_trace_replay_params`` sets: only the trace's end is an end.
+
+    A default ``max_tokens`` was not meant for the trace, so it does not cut it; any other does.
+    """
+    trace: Any = params.trace_decode_token_ids
+    if type(trace) is not list or not trace:
+        return {}
+    if room is not None:
+        trace = trace[: max(room, 1)]
+    limit: Any = params.max_tokens
+    if limit is None or limit == _DEFAULT_MAX_TOKENS:
+        limit = len(trace)
+    return {
+        "trace_decode_token_ids": trace,
+        "max_tokens": min(limit, len(trace)) if type(limit) is int else limit,
+        "min_tokens": 0,
+        "eos_token_id": None,
+        "stop_token_ids": None,
+        "all_stop_token_ids": (),
+    }
 
 
-def _check_structured_outputs(params: StructuredOutputsParams) -> None:
-    """See ``SamplingParams._validate_structured_outputs``; a grammar that does not compile is left
-    to the engine, which ends that request alone."""
-    try:
-        if params.backend is None:
-            raise refuse("backend", "must be set")
-        for name in ("json", "grammar", "structural_tag"):
-            text = getattr(params, name)
-            if isinstance(text, str) and not text.strip():
-                raise refuse(name, "must not be blank")
-        if params.regex is not None and "\0" in params.regex:
-            raise refuse("regex", "must not contain NUL")
-        for name, limit in (("json", JSON_NESTING), ("structural_tag", STRUCTURAL_TAG_NESTING)):
-            if _nests_deeper(getattr(params, name), limit):
-                raise refuse(name, f"must not nest deeper than {limit} levels")
-    except CodecError as error:
-        raise error.add_path(".structured_outputs") from None
+_ACTIVATED = frozenset({"embed", "classify", "token_embed", "token_classify"})
+"""Tasks of which upstream's frontends set parameters; a pooler takes None for False."""
+_WHOLE_PROMPT = frozenset({"token_embed", "token_classify", "plugin"})
+"""Tasks whose answer has something for each token, so none may come from the prefix cache."""
 
 
-_JSON_CONTAINERS = (dict, list, tuple)
+def _pooling_changes(params: PoolingParams) -> dict[str, Any]:
+    task = params.task
+    if not isinstance(task, str) or task not in _ACTIVATED | _WHOLE_PROMPT:
+        return {}
+    changes: dict[str, Any] = _as_lists(params, ("returned_token_ids",))
+    if params.use_activation is None and task in _ACTIVATED:
+        changes["use_activation"] = True
+    if params.skip_reading_prefix_cache is None:
+        changes["skip_reading_prefix_cache"] = task in _WHOLE_PROMPT
+    if params.late_chunking_params is not None:
+        changes["skip_reading_prefix_cache"] = True
+    return changes
 
 
-def _nests_deeper(document: object, limit: int) -> bool:
-    """Whether a JSON document nests lists and maps more than ``limit`` levels deep."""
-    if isinstance(document, str):
-        try:
-            document = json.loads(document)
-        except RecursionError:
-            return True
-        except ValueError:
-            return False  # what is no JSON at all is found out by the engine's grammar compiler
-    level = [document] if isinstance(document, _JSON_CONTAINERS) else []
-    for _ in range(limit):
-        level = [
-            item
-            for value in level
-            for item in (value.values() if isinstance(value, dict) else value)
-            if isinstance(item, _JSON_CONTAINERS)
-        ]
-    return bool(level)
-
-
-_NOT_WITH_TRACE = (
-    "prompt_logprobs",
-    "prompt_logprob_token_ids",
-    "structured_outputs",
-    "repetition_detection",
-    "thinking_token_budget",
-    "bad_words_token_ids",
-)
-
-
-def _check_trace(params: EngineCoreSamplingParams) -> None:
-    """See ``SamplingParams._validate_trace_replay``."""
-    for name in _NOT_WITH_TRACE:
-        if getattr(params, name) is not None:
-            raise refuse(name, "cannot be combined with trace_decode_token_ids")
-
-
-_TOKEN_ID_FIELDS = (
-    "stop_token_ids",
-    "all_stop_token_ids",
-    "logit_bias",
-    "allowed_token_ids",
-    "logprob_token_ids",
-    "trace_decode_token_ids",
-)
-
-
-def _check_vocabulary(params: EngineCoreSamplingParams, vocab_size: int) -> None:
-    """Token ids are indices into the logits, and so many log probabilities are there to report."""
-    for name in _TOKEN_ID_FIELDS:
-        _check_known(name, getattr(params, name), vocab_size)
-    for index, word in enumerate(params.bad_words_token_ids or ()):
-        _check_known(f"bad_words_token_ids[{index}]", word, vocab_size)
-    if params.eos_token_id is not None and params.eos_token_id >= vocab_size:
-        raise refuse("eos_token_id", not_in_vocabulary(params.eos_token_id, vocab_size))
-    ids = params.prompt_logprob_token_ids
-    if ids is not None and int(ids.max()) >= vocab_size:
-        raise refuse("prompt_logprob_token_ids", not_in_vocabulary(int(ids.max()), vocab_size))
-    for name in ("logprobs", "prompt_logprobs"):
-        if (getattr(params, name) or 0) > vocab_size:
-            raise refuse(name, f"must be at most the vocabulary's {vocab_size} tokens")
-
-
-def _check_known(name: str, token_ids: Collection[int] | None, vocab_size: int) -> None:
-    if token_ids is not None and len(token_ids) and max(token_ids) >= vocab_size:
-        raise refuse(name, not_in_vocabulary(max(token_ids), vocab_size))
+# Checks -----------------------------------------------------------------------------------------
 
 
 @attrs.frozen(kw_only=True)
 class RequestLimits:
-    """What the engines behind a client can take."""
+    """What the engines behind a client can take. What is not known of them is None or False."""
 
     max_model_len: int
     """Prompt and output tokens that fit the context."""
@@ -314,6 +260,25 @@ class RequestLimits:
     supported_tasks: Collection[str] | None = None
     """The answer to ``get_supported_tasks``; None if it is not known."""
     vllm_version: str = ""
+    accepts_prompt_embeds: bool = False
+    """Started with ``--enable-prompt-embeds``: others ignore embeddings without a word."""
+    hidden_size: int | None = None
+    """Width of the model's embeddings; an engine dies of any other."""
+    is_multimodal: bool = False
+    """Whether the model has encoders; others never schedule a request that needs one."""
+    max_logprobs: int | None = None
+    """``--max-logprobs``, of which the engine itself does not know."""
+    supports_trace_replay: bool | None = None
+    """Started with ``--enable-trace-replay``: others sample as usual."""
+    has_reasoning_parser: bool | None = None
+    """Without one, a thinking budget has no meaning."""
+    embedding_size: int | None = None
+    is_matryoshka: bool | None = None
+    """Whether embeddings may be cut to fewer ``dimensions``."""
+    structured_outputs_backend: str | None = None
+    """The one that the engines were given by their first such request; 0.32 ignores any other."""
+    late_interaction_queries: Collection[str] | None = None
+    """Keys of queries that documents can be scored against: sent, and not used up."""
 
     @classmethod
     def of(cls, responses: Iterable[EngineCoreReadyResponse], **known: Any) -> RequestLimits:
@@ -328,29 +293,63 @@ class RequestLimits:
 
 
 def check_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
+    """`validate_and_encode` without its message."""
+    validate_and_encode(request, limits)
+
+
+def validate_and_encode(request: EngineCoreRequest, limits: RequestLimits) -> list[Buffer]:
     """Refuse a request that an engine with these limits would reject, die of or misunderstand.
 
-    It should have gone through `fill_defaults` before. What passes can be written by
-    `encode_add`.
+    It should have gone through `fill_defaults` before. Gives the message of `encode_add`, which has
+    to look at each field anyway. Errors name the caller's id of the request, if it has one.
 
     Raises:
       EmptyPromptError: There is no prompt.
       UnsupportedFieldError: The engine, or a single engine request, cannot do that.
       InvalidFieldError: A field has a wrong value; names it.
     """
-    validate_and_encode(request, limits)
-
-
-def validate_and_encode(request: EngineCoreRequest, limits: RequestLimits) -> list[Buffer]:
-    """`check_request`, and the message of `encode_add`, which has to look at each field anyway."""
-    message = encode_add(request)
+    try:
+        message = encode_add(request)
+    except InvalidFieldError as error:
+        plain = _with_plain_token_ids(request)
+        if plain is not None:
+            return validate_and_encode(plain, limits)
+        raise InvalidFieldError(_callers_id(request), error.field, error.reason) from None
     try:
         _check_whole(request, limits)
-    except Unsupported as error:
-        raise UnsupportedFieldError(request_label(request), error.where, error.reason) from None
+    except UnsupportedValue as error:
+        raise UnsupportedFieldError(_callers_id(request), error.where, error.reason) from None
     except CodecError as error:
-        raise InvalidFieldError(request_label(request), error.where, error.reason) from None
+        raise InvalidFieldError(_callers_id(request), error.where, error.reason) from None
     return message
+
+
+def _callers_id(request: EngineCoreRequest) -> str:
+    external = request.external_req_id
+    return external if isinstance(external, str) else request_label(request)
+
+
+def _with_plain_token_ids(request: EngineCoreRequest) -> EngineCoreRequest | None:
+    """The request with numpy's integers among its token ids as Python's; None if it has none.
+
+    `as_token_ids` looks at the first one only, for the sake of long prompts.
+    """
+    changes = _plain_changes(request, ("prompt_token_ids",))
+    params = request.sampling_params
+    if isinstance(params, EngineCoreSamplingParams):
+        inner = _plain_changes(params, TOKEN_ID_FIELDS)
+        if inner:
+            changes["sampling_params"] = attrs.evolve(params, **inner)
+    return attrs.evolve(request, **changes) if changes else None
+
+
+def _plain_changes(holder: Any, names: Iterable[str]) -> dict[str, Any]:
+    values = {name: getattr(holder, name) for name in names}
+    return {
+        name: plain_items(value)
+        for name, value in values.items()
+        if isinstance(value, list | tuple) and any(isinstance(item, np.integer) for item in value)
+    }
 
 
 def _check_whole(request: EngineCoreRequest, limits: RequestLimits) -> None:
@@ -361,8 +360,10 @@ def _check_whole(request: EngineCoreRequest, limits: RequestLimits) -> None:
     if request.prompt_token_ids is not None and limits.vocab_size is not None:
         _check_prompt_vocabulary(request, request.prompt_token_ids, limits.vocab_size)
     _check_engine(request, limits)
+    if request.resumable:
+        _check_resumable(request)
     if request.sampling_params is not None:
-        check_sampling(request.sampling_params, length, limits.vocab_size)
+        _check_sampling(request.sampling_params, length, limits)
 
 
 # The prompt -------------------------------------------------------------------------------------
@@ -379,7 +380,7 @@ def _check_prompt(request: EngineCoreRequest, limits: RequestLimits) -> int:
     if embeds is not None:
         length = _check_embeds(request, embeds)
     if length == 0:
-        raise EmptyPromptError(request.request_id)
+        raise EmptyPromptError(_callers_id(request))
     if request.prompt_is_token_ids is not None:
         _check_token_mask(request, length)
     longest = limits.max_model_len
@@ -387,15 +388,15 @@ def _check_prompt(request: EngineCoreRequest, limits: RequestLimits) -> int:
         longest -= 1
     if length > longest:
         field = "prompt_embeds" if token_ids is None else "prompt_token_ids"
-        raise refuse(field, f"must be {longest} tokens at most, not {length}")
+        raise invalid(field, f"must be {longest} tokens at most, not {length}")
     return length
 
 
 def _check_embeds(request: EngineCoreRequest, embeds: Tensor) -> int:
     if len(embeds.shape) != 2 or not str(embeds.dtype).endswith(("float16", "float32", "float64")):
-        raise refuse("prompt_embeds", "must be numbers of shape [tokens, hidden]")
+        raise invalid("prompt_embeds", "must be numbers of shape [tokens, hidden]")
     if request.prompt_token_ids is not None and request.prompt_is_token_ids is None:
-        raise refuse("prompt_is_token_ids", "must tell token ids from embeddings")
+        raise invalid("prompt_is_token_ids", "must tell token ids from embeddings")
     return embeds.shape[0]
 
 
@@ -403,13 +404,13 @@ def _check_token_mask(request: EngineCoreRequest, length: int) -> None:
     """The mask has one entry per position, and so has everything else."""
     mask = request.prompt_is_token_ids
     if request.prompt_embeds is None or request.prompt_token_ids is None:
-        raise refuse("prompt_is_token_ids", "needs both prompt_token_ids and prompt_embeds")
+        raise invalid("prompt_is_token_ids", "needs both prompt_token_ids and prompt_embeds")
     for field, positions in (
         ("prompt_token_ids", len(request.prompt_token_ids)),
         ("prompt_is_token_ids", len(mask or ())),
     ):
         if positions != length:
-            raise refuse(field, f"must be as long as prompt_embeds ({length}), not {positions}")
+            raise invalid(field, f"must be as long as prompt_embeds ({length}), not {positions}")
 
 
 def _check_prompt_vocabulary(
@@ -426,7 +427,11 @@ def _check_prompt_vocabulary(
     held.update(position for position, is_token in enumerate(mask) if not is_token)
     for position, token_id in enumerate(token_ids):
         if token_id >= vocab_size and position not in held:
-            raise refuse(f"prompt_token_ids[{position}]", not_in_vocabulary(token_id, vocab_size))
+            raise invalid(f"prompt_token_ids[{position}]", _not_in_vocabulary(token_id, vocab_size))
+
+
+def _not_in_vocabulary(token_id: int, vocab_size: int) -> str:
+    return f"{token_id} is not in the vocabulary of {vocab_size} tokens"
 
 
 def _check_features(features: list[MultiModalFeatureSpec], prompt_length: int) -> None:
@@ -443,13 +448,13 @@ def _check_features(features: list[MultiModalFeatureSpec], prompt_length: int) -
 def _check_position(position: PlaceholderRange, prompt_length: int, earlier: int) -> None:
     mask = position.is_embed
     if position.length < 1:
-        raise refuse("length", "must be at least 1")
+        raise invalid("length", "must be at least 1")
     if position.offset + position.length > prompt_length:
-        raise refuse("", f"must lie inside the prompt of {prompt_length} tokens")
+        raise invalid("", f"must lie inside the prompt of {prompt_length} tokens")
     if position.offset < earlier:
-        raise refuse("offset", f"must not be before the one of the feature before ({earlier})")
+        raise invalid("offset", f"must not be before the one of the feature before ({earlier})")
     if mask is not None and (str(mask.dtype) != "bool" or mask.shape != (position.length,)):
-        raise refuse("is_embed", f"must be booleans of shape [{position.length}]")
+        raise invalid("is_embed", f"must be booleans of shape [{position.length}]")
 
 
 # The engine -------------------------------------------------------------------------------------
@@ -459,26 +464,274 @@ def _check_engine(request: EngineCoreRequest, limits: RequestLimits) -> None:
     """What the engine has to be able to do for this request."""
     if limits.client_count is not None and request.client_index >= limits.client_count:
         # It would never answer anybody again: see EngineCoreProc.process_output_sockets.
-        raise refuse("client_index", f"must be below {limits.client_count}")
+        raise invalid("client_index", f"must be below {limits.client_count}")
     if request.lora_request is not None and not limits.supports_lora:
         # It would silently answer without the adapter: InputProcessor._validate_lora.
-        raise refuse_here("lora_request", "is set, but the engine was started without LoRA")
+        raise unsupported("lora_request", "is set, but the engine was started without LoRA")
+    if request.mm_features and not limits.is_multimodal:
+        # It would wait for an encoder that never runs, and so would all that comes after it.
+        reason = "needs a model that takes more than text, which is_multimodal=True states"
+        raise unsupported("mm_features", reason)
+    if request.prompt_embeds is not None:
+        _check_width(request.prompt_embeds, limits)
     if (request.sampling_params is None) == (request.pooling_params is None):
-        raise refuse("sampling_params", "or pooling_params must be set, and not both")
+        raise invalid("sampling_params", "or pooling_params must be set, and not both")
     if request.pooling_params is not None:
-        _check_pooling(request.pooling_params, limits)
+        try:
+            _check_pooling(request.pooling_params, limits)
+        except CodecError as error:
+            raise error.add_path(".pooling_params") from None
     elif limits.supported_tasks is not None and not _GENERATION_TASKS & {*limits.supported_tasks}:
-        raise refuse_here("sampling_params", "is set, but the model only pools")
+        raise unsupported("sampling_params", "is set, but the model only pools")
 
 
 _GENERATION_TASKS = {"generate", "transcription", "realtime"}
 
 
+def _check_width(embeds: Tensor, limits: RequestLimits) -> None:
+    if not limits.accepts_prompt_embeds:
+        reason = (
+            "needs engines with --enable-prompt-embeds, which accepts_prompt_embeds=True states"
+        )
+        raise unsupported("prompt_embeds", reason)
+    if limits.hidden_size is None:
+        raise unsupported("prompt_embeds", "needs the model's hidden_size to be stated")
+    if embeds.shape[1] != limits.hidden_size:
+        reason = f"must be {limits.hidden_size} wide, as the model is, not {embeds.shape[1]}"
+        raise invalid("prompt_embeds", reason)
+
+
+def _check_resumable(request: EngineCoreRequest) -> None:
+    """See ``AsyncLLM._validate_streaming_input_sampling_params``."""
+    if request.pooling_params is not None:
+        raise invalid("resumable", "must be false: a prompt to pool comes in one piece")
+    if request.prompt_embeds is not None:
+        raise invalid("resumable", "must be false: embeddings come in one piece")
+
+
 def _check_pooling(params: PoolingParams, limits: RequestLimits) -> None:
+    """See ``PoolingParams.verify``, without what belongs to the model's own configuration."""
     if params.task is None:
-        raise refuse("pooling_params.task", "must be set")
+        raise invalid("task", "must be set")
     if limits.supported_tasks is not None and params.task not in limits.supported_tasks:
-        raise refuse_here("pooling_params.task", f"{params.task!r} is not supported by the model")
-    if params.late_chunking_params is not None and limits.vllm_version.startswith("0.32."):
+        raise unsupported("task", f"{params.task!r} is not supported by the model")
+    if params.dimensions is not None:
+        _check_dimensions(params.dimensions, params.task, limits)
+    if params.late_interaction_params is not None:
+        _check_late_interaction(params, limits)
+    if params.late_chunking_params is not None:
+        _check_late_chunking(params, limits)
+    if params.returned_token_ids is not None and limits.vocab_size is not None:
+        _check_known("returned_token_ids", params.returned_token_ids, limits.vocab_size)
+
+
+def _check_dimensions(dimensions: int, task: str, limits: RequestLimits) -> None:
+    if task in ("classify", "token_classify"):
+        raise invalid("dimensions", f"must not be set for the task {task}")
+    if limits.is_matryoshka is False:
+        raise unsupported("dimensions", "must not be set: the model's embeddings cannot be cut")
+    if limits.embedding_size is not None and dimensions > limits.embedding_size:
+        raise invalid("dimensions", f"must be at most {limits.embedding_size}, as the model has")
+
+
+def _check_late_interaction(params: PoolingParams, limits: RequestLimits) -> None:
+    """A worker keeps queries by key for so many documents; it dies of a document without one."""
+    late = params.late_interaction_params
+    assert late is not None
+    if not late.query_key:
+        raise invalid("late_interaction_params.query_key", "must not be empty")
+    if late.mode == "cache_query":
+        if late.query_uses is None or late.query_uses < 1:
+            reason = "must be the number of documents to come, at least 1"
+            raise invalid("late_interaction_params.query_uses", reason)
+    elif (
+        limits.late_interaction_queries is not None
+        and late.query_key not in limits.late_interaction_queries
+    ):
+        reason = f"{late.query_key!r} is of no query that was sent for so many documents"
+        raise invalid("late_interaction_params.query_key", reason)
+
+
+def _check_late_chunking(params: PoolingParams, limits: RequestLimits) -> None:
+    if limits.vllm_version.startswith("0.32."):
         # It would be taken for an unknown trailing field.
-        raise refuse_here("pooling_params.late_chunking_params", "needs an engine of 0.33")
+        raise unsupported("late_chunking_params", "needs an engine of 0.33")
+    if params.task != "token_embed":
+        raise invalid("late_chunking_params", "must only be set for the task token_embed")
+    if params.late_interaction_params is not None:
+        raise invalid("late_chunking_params", "must not be set with late_interaction_params")
+    if params.step_tag_id is not None:
+        raise invalid("late_chunking_params", "must not be set with step_tag_id")
+
+
+# Sampling ---------------------------------------------------------------------------------------
+
+
+def _check_sampling(params: EngineCoreSamplingParams, length: int, limits: RequestLimits) -> None:
+    """Check parameters whose fields are good by themselves, for a prompt of ``length`` tokens.
+
+    See ``SamplingParams.verify`` upstream.
+    """
+    try:
+        if params.n != 1:
+            raise unsupported("n", "must be 1: an engine makes one completion per request")
+        if params.max_tokens is None:
+            raise invalid("max_tokens", "must be set")
+        if params.min_tokens > params.max_tokens:
+            raise invalid("min_tokens", f"must be at most max_tokens ({params.max_tokens})")
+        if params.routed_experts_prompt_start > length:
+            raise invalid("routed_experts_prompt_start", f"must be {length} at most")
+        if params.logprob_token_ids is not None and params.logprobs is not None:
+            _check_logprobs_count(params.logprobs, len(params.logprob_token_ids))
+        if params.prompt_logprobs is not None:
+            _check_prompt_logprobs(params)
+        if params.prompt_logprob_token_ids is not None or params.prompt_logprob_start is not None:
+            _check_prompt_logprob_token_ids(params, length)
+        if params.structured_outputs is not None:
+            _check_structured_outputs(params.structured_outputs, limits)
+        if params.trace_decode_token_ids is not None:
+            _check_trace(params, limits)
+        if params.thinking_token_budget is not None and limits.has_reasoning_parser is False:
+            raise unsupported("thinking_token_budget", "needs engines with --reasoning-parser")
+        if limits.max_logprobs is not None:
+            _check_max_logprobs(params, limits.max_logprobs, limits.vocab_size)
+        if limits.vocab_size is not None:
+            _check_vocabulary(params, limits.vocab_size)
+    except CodecError as error:
+        raise error.add_path(".sampling_params") from None
+
+
+def _check_logprobs_count(logprobs: int, count: int) -> None:
+    if logprobs != count:
+        raise invalid("logprobs", f"must be nil or the number of logprob_token_ids ({count})")
+
+
+def _check_prompt_logprobs(params: EngineCoreSamplingParams) -> None:
+    """What comes from the prefix cache is not computed, and has no log probabilities."""
+    if params.skip_reading_prefix_cache is False:
+        raise invalid("skip_reading_prefix_cache", "must not be false with prompt_logprobs")
+
+
+def _check_prompt_logprob_token_ids(params: EngineCoreSamplingParams, length: int) -> None:
+    """One row of ids for each prompt token from the one after ``prompt_logprob_start`` on."""
+    ids = params.prompt_logprob_token_ids
+    if ids is None:
+        raise invalid("prompt_logprob_start", "needs prompt_logprob_token_ids")
+    rows = length - 1 - (params.prompt_logprob_start or 0)
+    if ids.ndim != 2 or ids.dtype.kind not in "iu" or not ids.size:
+        raise invalid(
+            "prompt_logprob_token_ids", "must be integers of shape [rows, ids], not empty"
+        )
+    if len(ids) != rows:
+        raise invalid("prompt_logprob_token_ids", f"must have {rows} rows, not {len(ids)}")
+    if int(ids.min()) < -1 or int(ids.max()) >= 2**31:
+        raise invalid("prompt_logprob_token_ids", "must be token ids, or -1")
+    if params.skip_reading_prefix_cache is False:
+        reason = "must not be false with prompt_logprob_token_ids"
+        raise invalid("skip_reading_prefix_cache", reason)
+
+
+def _check_structured_outputs(params: StructuredOutputsParams, limits: RequestLimits) -> None:
+    try:
+        structured_outputs.check(params, limits.structured_outputs_backend)
+    except CodecError as error:
+        raise error.add_path(".structured_outputs") from None
+
+
+_NOT_WITH_TRACE = (
+    "prompt_logprobs",
+    "prompt_logprob_token_ids",
+    "structured_outputs",
+    "repetition_detection",
+    "thinking_token_budget",
+    "bad_words_token_ids",
+)
+
+
+def _check_trace(params: EngineCoreSamplingParams, limits: RequestLimits) -> None:
+    """See ``SamplingParams._validate_trace_replay``."""
+    for name in _NOT_WITH_TRACE:
+        if getattr(params, name) is not None:
+            raise invalid(name, "cannot be combined with trace_decode_token_ids")
+    if limits.supports_trace_replay is False:
+        raise unsupported("trace_decode_token_ids", "needs engines with --enable-trace-replay")
+
+
+def _check_max_logprobs(
+    params: EngineCoreSamplingParams, max_logprobs: int, vocab_size: int | None
+) -> None:
+    """See ``SamplingParams._validate_logprobs``; -1 asks for, and allows, the whole vocabulary."""
+    if max_logprobs == -1:
+        return
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(params, name)
+        if count == -1:
+            count = vocab_size if vocab_size is not None else max_logprobs + 1
+        if count is not None and count > max_logprobs:
+            raise unsupported(name, f"must be at most {max_logprobs}, the engines' --max-logprobs")
+    ids = params.prompt_logprob_token_ids
+    if ids is not None and ids.shape[1] > max_logprobs:
+        reason = f"must be at most {max_logprobs} wide, the engines' --max-logprobs"
+        raise unsupported("prompt_logprob_token_ids", reason)
+
+
+# The vocabulary ---------------------------------------------------------------------------------
+
+
+def _check_vocabulary(params: EngineCoreSamplingParams, vocab_size: int) -> None:
+    """Token ids are indices into the logits, and so many log probabilities are there to report."""
+    for name in (*TOKEN_ID_FIELDS, "logit_bias"):
+        token_ids = getattr(params, name)
+        if token_ids is not None and len(token_ids):
+            _check_known(name, token_ids, vocab_size)
+    for index, word in enumerate(params.bad_words_token_ids or ()):
+        _check_known(f"bad_words_token_ids[{index}]", word, vocab_size)
+    if params.eos_token_id is not None and params.eos_token_id >= vocab_size:
+        raise invalid("eos_token_id", _not_in_vocabulary(params.eos_token_id, vocab_size))
+    ids = params.prompt_logprob_token_ids
+    if ids is not None and int(ids.max()) >= vocab_size:
+        raise invalid("prompt_logprob_token_ids", _not_in_vocabulary(int(ids.max()), vocab_size))
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > vocab_size:
+            raise invalid(name, f"must be at most the vocabulary's {vocab_size} tokens")
+
+
+def _check_known(name: str, token_ids: Collection[int], vocab_size: int) -> None:
+    if len(token_ids) and max(token_ids) >= vocab_size:
+        raise invalid(name, _not_in_vocabulary(max(token_ids), vocab_size))
+
+
+SMALLEST_VOCABULARY = 256
+"""No model has fewer tokens, as each byte needs one: ids and counts below are always good."""
+
+
+def needs_vocab_size(request: EngineCoreRequest) -> bool:
+    """Whether `validate_and_encode` can vouch for this request only if it knows the vocabulary."""
+    if _reaches(request.prompt_token_ids):
+        return True
+    params = request.sampling_params
+    if not isinstance(params, EngineCoreSamplingParams):
+        return False
+    fields = (*TOKEN_ID_FIELDS, "logit_bias", "bad_words_token_ids")
+    if any(getattr(params, name) for name in fields if not _is_array(getattr(params, name))):
+        return True
+    return (
+        params.prompt_logprob_token_ids is not None
+        or any(_is_array(getattr(params, name)) for name in fields)
+        or any(
+            type(count) is int and count >= SMALLEST_VOCABULARY
+            for count in (params.logprobs, params.prompt_logprobs, params.eos_token_id)
+        )
+    )
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, np.ndarray)
+
+
+def _reaches(token_ids: Any) -> bool:
+    """Whether a prompt has an id that not every vocabulary has."""
+    try:
+        return max(token_ids, default=0) >= SMALLEST_VOCABULARY
+    except TypeError:
+        return False  # None, or no token ids at all

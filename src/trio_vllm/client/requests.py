@@ -15,7 +15,7 @@ from trio_vllm.protocol import EngineCoreOutput
 
 
 class Sink(Protocol):
-    """Takes the outputs of one request, and wakes whoever waits for them. No method may wait.
+    """Takes the outputs of one request, and wakes the task that waits for them; never waits.
 
     Most outputs are a few token ids and nothing else: these come by `add_tokens`, as they are on the
     wire. A sink that only collects wakes no task, so a request of which only the end is wanted costs

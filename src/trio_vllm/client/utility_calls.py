@@ -144,7 +144,7 @@ def first(results: Mapping[int, T]) -> T:
     return next(iter(results.values()))
 
 
-def agreed(method: str, results: Mapping[int, T]) -> T:
+def require_equal(method: str, results: Mapping[int, T]) -> T:
     """The result that all engines gave; `InconsistentUtilityResultsError` if there is none."""
     result = first(results)
     if any(other != result for other in results.values()):
@@ -152,7 +152,7 @@ def agreed(method: str, results: Mapping[int, T]) -> T:
     return result
 
 
-def concatenated(results: Mapping[int, list[T]]) -> list[T]:
+def concatenate(results: Mapping[int, list[T]]) -> list[T]:
     """The results of all engines in one list, in the order of the engines."""
     return [item for result in results.values() for item in result]
 

@@ -26,9 +26,9 @@ from trio_vllm.client.utility_calls import (
     WORKER_RESULTS,
     KvCacheGroup,
     Result,
-    agreed,
-    concatenated,
+    concatenate,
     first,
+    require_equal,
 )
 from trio_vllm.errors import UtilityCallFailedError, UtilityRefusedError
 from trio_vllm.protocol import LoRARequest
@@ -83,7 +83,7 @@ class UtilityMethods(ABC):
         Raises:
           InconsistentUtilityResultsError: The results differ; lists them by engine.
         """
-        return agreed(method, await self.call_utility(method, *args, timeout=timeout))
+        return require_equal(method, await self.call_utility(method, *args, timeout=timeout))
 
     async def collective_rpc(
         self,
@@ -110,7 +110,7 @@ class UtilityMethods(ABC):
           The results of all workers, engine by engine.
         """
         rpc_args = (method, worker_timeout, list(args), None if kwargs is None else dict(kwargs))
-        return concatenated(
+        return concatenate(
             await self._call("collective_rpc", *rpc_args, result=WORKER_RESULTS, timeout=timeout)
         )
 
@@ -276,7 +276,7 @@ class UtilityMethods(ABC):
           InconsistentUtilityResultsError: The engines have different ones.
         """
         method = "get_weight_version"
-        return agreed(method, await self._call(method, result=STRING, timeout=timeout))
+        return require_equal(method, await self._call(method, result=STRING, timeout=timeout))
 
     async def set_weight_version(self, version: str, *, timeout: float = UTILITY_TIMEOUT) -> None:
         """Mark outputs with this version from now on."""
@@ -323,7 +323,7 @@ class UtilityMethods(ABC):
     ) -> list[dict[str, str]]:
         """The checksums of each worker's weights by their names, engine by engine."""
         method = "compute_weight_checksums"
-        return concatenated(await self._call(method, result=CHECKSUMS, timeout=timeout))
+        return concatenate(await self._call(method, result=CHECKSUMS, timeout=timeout))
 
     async def save_sharded_state(
         self,
@@ -411,7 +411,7 @@ class UtilityMethods(ABC):
         return all(results.values())
 
     async def _agreed_boolean(self, method: str, timeout: float) -> bool:
-        return agreed(method, await self._call(method, result=BOOLEAN, timeout=timeout))
+        return require_equal(method, await self._call(method, result=BOOLEAN, timeout=timeout))
 
     async def _on_workers(self, method: str, timeout: float, **kwargs: Any) -> None:
         await self.collective_rpc(method, kwargs=kwargs or None, timeout=timeout)

@@ -79,7 +79,7 @@ class WaveLeader:
 
         Raises:
           DecodeError: The message is no notice, or not of the engine that it names. ``engine_index``
-            is the engine that is known to have sent it, or None: then nobody is to blame.
+            is the engine that is known to have sent it, or None if that is not known.
         """
         try:
             notice = decode_coordinator_notice(frames)

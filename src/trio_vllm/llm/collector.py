@@ -1,8 +1,10 @@
-"""Gathers the outputs of one engine request until somebody takes them.
+"""`Collector`: accumulates the outputs of one engine request until they are delivered.
 
-A collector keeps token ids and times in flat arrays, and the few outputs that carry more as they
-are; only `Collector.take` makes a result of them. So a request in flight costs some hundred bytes
-and its tokens four each, and an output that nobody waits for costs three list operations.
+It keeps token ids and times in flat arrays, and the few outputs that carry more (log probabilities,
+masks, experts) as they are; only a delivery makes a result of them. So a request in flight costs
+some hundred bytes and its tokens four each, and an output that is not delivered yet costs three list
+operations. Upstream's counterpart is ``RequestState`` with ``RequestOutputCollector`` of
+``vllm/v1/engine/output_processor.py``.
 """
 
 from __future__ import annotations
@@ -16,13 +18,21 @@ import numpy as np
 
 from trio_vllm.concurrency import Waker
 from trio_vllm.errors import DecodeError, EngineCoreError
-from trio_vllm.llm.output import CompletionOutput, RequestTimings, Usage, WeightVersionSpan
+from trio_vllm.llm.output import (
+    Completion,
+    CompletionDelta,
+    CompletionOutput,
+    Progress,
+    WeightVersionSpan,
+)
 from trio_vllm.protocol import (
     Array,
     EngineCoreEvent,
     EngineCoreOutput,
     EngineCoreRequest,
     EngineCoreSamplingParams,
+    EventType,
+    FinishReason,
     Logprobs,
     Tensor,
 )
@@ -37,18 +47,19 @@ class Collector:
         "_arrival_time",
         "_cached_tokens",
         "_clock",
+        "_delivered_count",
         "_end_time",
         "_events",
         "_first_token_time",
         "_interval",
-        "_is_last_taken",
+        "_is_last_delivered",
         "_last",
+        "_outputs_with_extras",
         "_params",
         "_pooled",
         "_prompt_tokens",
-        "_rich",
+        "_remotely_cached_tokens",
         "_spans",
-        "_taken",
         "_times",
         "_token_ids",
         "_version",
@@ -68,7 +79,7 @@ class Collector:
         *,
         interval: int,
     ) -> None:
-        """Wake ``waker`` when ``interval`` tokens are there to be taken; 0 is at the end only."""
+        """Wake ``waker`` when ``interval`` tokens can be delivered; 0 is at the end only."""
         self.request_id = request.request_id
         self.index = index
         self.engine_index = -1
@@ -84,13 +95,14 @@ class Collector:
         # What piles up is at most max_tokens tokens of this request.
         self._token_ids = array("I")
         self._times = array("d")  # the engine's clock, one for each output with tokens
-        self._rich: list[EngineCoreOutput] = []  # those that carry more, until they are taken
+        self._outputs_with_extras: list[EngineCoreOutput] = []  # until they are delivered
         self._pooled: Tensor | None = None
         self._events: list[EngineCoreEvent] = []
         self._cached_tokens: int | None = None
+        self._remotely_cached_tokens = _remotely_cached_tokens(request.sampling_params)
         self._last: EngineCoreOutput | None = None
-        self._is_last_taken = False
-        self._taken = 0  # tokens delivered before
+        self._is_last_delivered = False
+        self._delivered_count = 0
         self._first_token_time: float | None = None
         self._end_time: float | None = None
         self._version: str | None = None
@@ -99,7 +111,6 @@ class Collector:
     # Sink ---------------------------------------------------------------------------------------
 
     def add_tokens(self, token_ids: list[int], timestamp: float, version: str | None) -> None:
-        """See `Sink`."""
         self._token_ids.fromlist(token_ids)  # all or none
         if timestamp:  # 0 is none
             self._times.append(timestamp)
@@ -114,12 +125,11 @@ class Collector:
             self._waker.wake()
 
     def add_output(self, output: EngineCoreOutput, timestamp: float, version: str | None) -> None:
-        """See `Sink`."""
         if output.new_token_ids:
             self.add_tokens(output.new_token_ids, timestamp, version)
-        if _carries_more(output):
-            output = self._narrowed(output)
-            self._rich.append(output)
+        if _has_extras(output):
+            output = self._without_foreign_columns(output)
+            self._outputs_with_extras.append(output)
         if output.pooling_output is not None:
             self._pooled = output.pooling_output
         if output.events:
@@ -131,7 +141,7 @@ class Collector:
             self._end_time = self._clock()
             self._waker.wake()
 
-    def _narrowed(self, output: EngineCoreOutput) -> EngineCoreOutput:
+    def _without_foreign_columns(self, output: EngineCoreOutput) -> EngineCoreOutput:
         """The output without the columns of logprobs that other requests of its step asked for."""
         sample, prompt = output.new_logprobs, output.new_prompt_logprobs_tensors
         params = self._params or EngineCoreSamplingParams()
@@ -144,74 +154,125 @@ class Collector:
         return attrs.evolve(output, new_logprobs=sample, new_prompt_logprobs_tensors=prompt)
 
     def fail(self, error: EngineCoreError) -> None:
-        """See `Sink`."""
         self.error = error
         self._waker.wake()
 
-    def leave(self) -> None:
-        """The caller has no further interest."""
+    # What the caller does -----------------------------------------------------------------------
 
-    # Taking -------------------------------------------------------------------------------------
+    def begin(self) -> None:
+        """Note that the request was submitted."""
+
+    def stop(self, stop_reason: str | None) -> None:
+        """Finish with STOP, as if the engine had matched a stop string."""
+        output = EngineCoreOutput(
+            self.request_id, finish_reason=FinishReason.STOP, stop_reason=stop_reason
+        )
+        self.add_output(output, 0.0, None)
+
+    def abandon(self) -> None:
+        """Note that the caller has left the request, which may have ended before."""
+
+    # Deliveries ---------------------------------------------------------------------------------
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no further output will come."""
+        return self._last is not None or self.error is not None
 
     @property
     def finished(self) -> bool:
-        """Whether the last output is here (or was taken)."""
+        """Whether the last output has come, delivered or not."""
         return self._last is not None
 
     @property
+    def is_refused(self) -> bool:
+        """Whether the engine refused the request, by an error, before it was scheduled."""
+        last = self._last
+        return (
+            last is not None
+            and last.finish_reason is FinishReason.ERROR
+            and last.error is not None
+            and not self.token_count
+            and all(event.type is not EventType.SCHEDULED for event in self._events)
+        )
+
+    @property
     def token_count(self) -> int:
-        """Tokens so far, taken or not."""
-        return self._taken + len(self._token_ids)
+        """Tokens so far, delivered or not."""
+        return self._delivered_count + len(self._token_ids)
 
     @property
     def is_due(self) -> bool:
         """Whether a delivery is wanted now: the first token, enough tokens, or the end."""
         if self._last is not None:
-            return not self._is_last_taken
+            return not self._is_last_delivered
         count = len(self._token_ids)
         if not self._interval or not count:
             return False
-        return not self._taken or count >= self._interval or self.error is not None
+        return not self._delivered_count or count >= self._interval or self.error is not None
 
-    def take(self) -> CompletionOutput:
-        """What came since the last call; with the last output also what is known of the whole.
+    def take_delta(self) -> CompletionDelta:
+        """Make a delivery of what came since the last one.
 
         Raises:
           DecodeError: The parts of an array do not fit each other.
         """
-        token_ids = self._token_ids.tolist()
-        del self._token_ids[:]
-        self._taken += len(token_ids)
-        completion = CompletionOutput(
+        # Written out twice: a stream's reader pays for each indirection with each delivery.
+        delta = CompletionDelta(
             index=self.index,
             engine_request_id=self.request_id,
             engine_index=self.engine_index,
-            token_ids=token_ids,
+            token_ids=self._take_tokens(),
+            progress=self._progress(),
         )
-        if self._rich:
-            self._describe_tokens(completion)
+        if self._outputs_with_extras:
+            self._add_extras(delta)
         if self._last is not None:
-            self._is_last_taken = True
-            self._describe_whole(completion, self._last)
-        return completion
+            delta.finish_reason = self._last.finish_reason
+            self._add_end(delta, self._last)
+        return delta
+
+    def take_output(self) -> CompletionOutput:
+        """Make the only delivery, after the last output. Raises as `take_delta`."""
+        last = self._last
+        assert last is not None
+        assert last.finish_reason is not None
+        output = CompletionOutput(
+            index=self.index,
+            engine_request_id=self.request_id,
+            engine_index=self.engine_index,
+            token_ids=self._take_tokens(),
+            progress=self._progress(),
+            finish_reason=last.finish_reason,
+        )
+        if self._outputs_with_extras:
+            self._add_extras(output)
+        self._add_end(output, last)
+        return output
+
+    def _take_tokens(self) -> list[int]:
+        token_ids = self._token_ids.tolist()
+        del self._token_ids[:]
+        self._delivered_count += len(token_ids)
+        return token_ids
 
     @property
     def pooled(self) -> Array | None:
         """The pooled prompt, if there is one."""
         return None if self._pooled is None else self._pooled.numpy()
 
-    def _describe_tokens(self, completion: CompletionOutput) -> None:
-        rich, self._rich = self._rich, []
-        completion.logprobs = _joined([o.new_logprobs for o in rich])
-        completion.prompt_logprobs = _joined([o.new_prompt_logprobs_tensors for o in rich])
+    def _add_extras(self, completion: Completion) -> None:
+        outputs, self._outputs_with_extras = self._outputs_with_extras, []
+        completion.logprobs = _joined([o.new_logprobs for o in outputs])
+        completion.prompt_logprobs = _joined([o.new_prompt_logprobs_tensors for o in outputs])
         completion.prompt_token_id_logprobs = self._concatenated(
-            ".prompt_token_id_logprobs", [o.prompt_token_id_logprobs for o in rich]
+            ".prompt_token_id_logprobs", [o.prompt_token_id_logprobs for o in outputs]
         )
-        completion.sampling_masks = tuple(_present([o.new_sampling_mask for o in rich]))
+        completion.sampling_masks = tuple(_present([o.new_sampling_mask for o in outputs]))
         completion.routed_experts = self._concatenated(
-            ".routed_experts", [o.routed_experts for o in rich]
+            ".routed_experts", [o.routed_experts for o in outputs]
         )
-        completion.num_nans_in_logits = sum(o.num_nans_in_logits for o in rich)
+        completion.num_nans_in_logits = sum(o.num_nans_in_logits for o in outputs)
 
     def _concatenated(self, field: str, parts: Iterable[Array | None]) -> Array | None:
         """The rows of all parts; `DecodeError` if their shapes do not allow that."""
@@ -227,8 +288,8 @@ class Collector:
                 "an output", field, reason, self.engine_index, self.request_id
             ) from error
 
-    def _describe_whole(self, completion: CompletionOutput, last: EngineCoreOutput) -> None:
-        completion.finish_reason = last.finish_reason
+    def _add_end(self, completion: Completion, last: EngineCoreOutput) -> None:
+        self._is_last_delivered = True
         completion.stop_reason = last.stop_reason
         completion.error = last.error
         completion.mm_cache_miss_hashes = last.mm_cache_miss_hashes
@@ -237,39 +298,36 @@ class Collector:
         completion.ec_transfer_params = last.ec_transfer_params
         completion.trace_headers = last.trace_headers
         completion.weight_versions = self._weight_versions()
-        completion.usage = self._usage()
-        completion.timings = self._timings()
 
-    def _usage(self) -> Usage:
-        cached = _remotely_cached_tokens(self._params)
-        return Usage(
-            prompt_tokens=self._prompt_tokens,
-            output_tokens=self.token_count,
-            cached_tokens=(
-                self._cached_tokens if cached is None else min(max(cached, 0), self._prompt_tokens)
-            ),
+    def _progress(self) -> Progress:
+        return Progress(
+            self._prompt_tokens,
+            self.token_count,
+            self._cached_for_caller(),
+            self._arrival_time,
+            self._first_token_time,
+            self._clock() if self._end_time is None else self._end_time,
+            self._events,
+            len(self._events),
+            self._times,
+            len(self._times),
         )
 
-    def _timings(self) -> RequestTimings:
-        first, end = self._first_token_time, self._end_time
-        return RequestTimings(
-            e2e_latency=(self._clock() if end is None else end) - self._arrival_time,
-            time_to_first_token=None if first is None else first - self._arrival_time,
-            events=self._events,
-            token_times=self._times,
-            output_tokens=self.token_count,
-        )
+    def _cached_for_caller(self) -> int | None:
+        if self._remotely_cached_tokens is None:
+            return self._cached_tokens
+        return min(max(self._remotely_cached_tokens, 0), self._prompt_tokens)
 
     def _weight_versions(self) -> tuple[WeightVersionSpan, ...]:
-        spans, end = [], self._taken
+        spans, end = [], self._delivered_count
         for start, version in reversed(self._spans):
             spans.append(WeightVersionSpan(start=start, end=end, version=version))
             end = start
         return tuple(reversed(spans))
 
 
-def _carries_more(output: EngineCoreOutput) -> bool:
-    """Whether an output has something for its tokens' delivery besides their ids."""
+def _has_extras(output: EngineCoreOutput) -> bool:
+    """Whether an output describes its tokens by more than their ids."""
     return (
         output.new_logprobs is not None
         or output.new_prompt_logprobs_tensors is not None
@@ -281,12 +339,13 @@ def _carries_more(output: EngineCoreOutput) -> bool:
 
 
 def _remotely_cached_tokens(params: EngineCoreSamplingParams | None) -> int | None:
-    """What another engine, which did the prefill, had of the prompt in its cache.
+    """Prompt tokens that the engine which did the prefill found in its cache.
 
     To the engine that gets the prompt from there all of it looks cached. See ``RequestState`` in
     ``vllm/v1/engine/output_processor.py``.
     """
-    if params is None or params.extra_args is None:
+    # This is read before the client has refused what is no map.
+    if params is None or not isinstance(params.extra_args, Mapping):
         return None
     transfer = params.extra_args.get("kv_transfer_params")
     if not isinstance(transfer, Mapping) or not transfer.get("do_remote_prefill"):
@@ -298,7 +357,7 @@ def _remotely_cached_tokens(params: EngineCoreSamplingParams | None) -> int | No
 def _cut(logprobs: Logprobs, count: int | None, token_ids: Sequence[int] | None) -> Logprobs:
     """The columns that were asked for, and that of the token itself; a negative count is all."""
     if count is None:
-        count = len(token_ids or ())
+        count = 0 if token_ids is None else len(token_ids)
     narrow = logprobs if count < 0 else logprobs.cut(count + 1)
     if narrow is logprobs:
         return logprobs

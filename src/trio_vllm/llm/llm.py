@@ -1,11 +1,15 @@
-"""Waiting for the completions of one prompt."""
+"""`Llm`: completes prompts over an `EngineCoreClient`; `open_llm` connects both.
+
+This is the one place that makes request ids and reads the wall clock. Mirrors ``rust/src/llm`` and,
+for several completions of one prompt, ``vllm/v1/engine/parallel_sampling.py``.
+"""
 
 from __future__ import annotations
 
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 import attrs
@@ -13,41 +17,37 @@ import trio
 
 from trio_vllm.client import EngineCoreClient, EngineSource, open_client
 from trio_vllm.concurrency import Waker, running
-from trio_vllm.errors import copy_error
+from trio_vllm.errors import ConfigurationError, copy_error
+from trio_vllm.llm.batch import BatchResults
 from trio_vllm.llm.collector import Collector
-from trio_vllm.llm.observers import ObservedCollector, Observer, StatsLine
-from trio_vllm.llm.output import CompletionOutput, EncodeOutput, GenerateOutput
+from trio_vllm.llm.observers import BatchTokens, ObservedCollector, Observer, StatsLine
+from trio_vllm.llm.output import CompletionDelta, EncodeOutput, GenerateOutput
 from trio_vllm.llm.request import (
     EncodeRequest,
     GenerateRequest,
-    Identity,
     PromptRequest,
-    lower_encode,
-    lower_generate,
+    RequestIds,
+    to_engine_requests,
+    to_pooling_request,
 )
 from trio_vllm.protocol import EngineCoreRequest, SchedulerStats
-
-# MERGED llm/_llm: `Llm`: prompts in, completions out, over an `EngineCoreClient`.
-#
-# This is the one place that makes request ids and reads the wall clock. Mirrors ``rust/src/llm`` and,
-# for several completions of one prompt, ``vllm/v1/engine/parallel_sampling.py``.
 
 
 @attrs.define(eq=False)
 class Generation:
-    """The engine requests of one caller's request, which share a waker. One task may wait."""
+    """The engine requests of one caller's request; they share a waker, on which one task may wait."""
 
     external_id: str
     collectors: Sequence[Collector]
     _waker: Waker
     submitted_count: int = attrs.field(default=0, init=False)
-    """How many of them the client has taken."""
+    """How many of them were submitted to the client."""
     _turn: int = attrs.field(default=0, init=False)
-    """Which completion may deliver next."""
+    """The completion whose turn it is to deliver."""
 
     async def wait_due(self) -> Collector | None:
         """Wait until some completion has a delivery; None when all have ended."""
-        await self._wait_for_news()
+        await self._wait_for_change()
         while True:
             if due := self._next_due():
                 return due
@@ -57,7 +57,7 @@ class Generation:
             await self._waker.wait()
 
     def _next_due(self) -> Collector | None:
-        """One completion after the other: with a slow caller the first might always be due."""
+        """Choose in turn: with a slow caller the first completion might always be due."""
         collectors, turn = self.collectors, self._turn
         for number in range(turn, turn + len(collectors)):
             collector = collectors[number % len(collectors)]
@@ -68,13 +68,13 @@ class Generation:
 
     async def wait_ended(self) -> None:
         """Wait for the ends of all completions."""
-        await self._wait_for_news()
+        await self._wait_for_change()
         while not self._has_ended():
             self._raise_error()
             await self._waker.wait()
 
-    async def _wait_for_news(self) -> None:
-        """Wait until there may be something new; if there is, only let others run."""
+    async def _wait_for_change(self) -> None:
+        """Wait until there may be a delivery, an end or an error; a checkpoint if there is one."""
         if self._has_ended() or any(c.is_due or c.error is not None for c in self.collectors):
             await trio.lowlevel.checkpoint()
         else:
@@ -90,21 +90,23 @@ class Generation:
 
 
 class GenerateStream:
-    """An asynchronous iterator over what is new of a prompt's completions; see `Llm.stream`.
+    """Asynchronous iterator over the deltas of a prompt's completions; see `Llm.stream`.
 
     A caller who is slower than the engine gets several tokens at once. One task at a time may
     iterate.
     """
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, drop: Callable[[Collector], None]) -> None:
+        """``drop`` forgets an engine request and aborts it at its engine."""
         self.request_id = generation.external_id
         """The caller's id."""
         self._generation = generation
+        self._drop = drop
 
     def __aiter__(self) -> GenerateStream:
         return self
 
-    async def __anext__(self) -> CompletionOutput:
+    async def __anext__(self) -> CompletionDelta:
         """Wait for the next delivery.
 
         Raises:
@@ -119,7 +121,20 @@ class GenerateStream:
         collector = await self._generation.wait_due()
         if collector is None:
             raise StopAsyncIteration
-        return collector.take()
+        return collector.take_delta()
+
+    def stop(self, stop_reason: str | None = None, *, index: int | None = None) -> None:
+        """Finish a completion whose text, as the caller detokenized it, matched a stop string.
+
+        Its engine request is aborted, and its last delta comes with `FinishReason.STOP` and this
+        stop reason; observers count it as stopped, not as aborted. Without ``index`` all completions
+        that have not ended are finished. One that has ended stays as it is.
+        """
+        collectors = self._generation.collectors
+        for collector in collectors if index is None else [collectors[index]]:
+            if not collector.is_over:
+                self._drop(collector)
+                collector.stop(stop_reason)
 
 
 FINAL_ONLY = 0
@@ -136,28 +151,47 @@ class Llm:
         randomize_request_ids: bool = True,
         stream_interval: int = 1,
         observers: Sequence[Observer] = (),
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """With ``randomize_request_ids`` engines see ``{request_id}-{8 hex}``.
+        """Set up over ``client``, whose tasks run.
 
-        Without it they see the caller's ids as they are, which then must be unique. Streams deliver
-        at least ``stream_interval`` tokens at a time after the first; a request can ask for more.
+        Args:
+          client: Stays the caller's to close.
+          randomize_request_ids: Engines see ``{request_id}-{8 hex}``. Without it they see the
+            caller's ids as they are, which then must be unique.
+          stream_interval: Streams deliver at least this many tokens at a time after the first; a
+            request can ask for more.
+          observers: Are called for each event.
+          clock: Gives UNIX seconds.
+
+        Raises:
+          ConfigurationError: ``stream_interval`` is below 1.
         """
         if stream_interval < 1:
-            raise ValueError("stream_interval must be 1 or more")
+            raise ConfigurationError("stream_interval must be 1 or more")
         self.client = client
         self._stream_interval = stream_interval
         self._randomize = randomize_request_ids
         self._observers = observers
-        self._clock = time.time
+        self._batch_tokens = BatchTokens(observers)
+        self._clock = clock
         self._random = random.Random()  # our own: a program may seed the shared one like others do
         # By the caller's id; several requests may share it.
         self._generations: dict[str, list[Generation]] = {}
         if observers:
             for observer in observers:
-                observer.start(client.engine_indices, client.max_model_len)
+                observer.start(
+                    client.engine_indices, client.max_model_len, client.engine_info.max_loras
+                )
             client.on_scheduler_stats(self._tell_stats)
 
+    @property
+    def in_flight_count(self) -> int:
+        """Requests of callers that have not ended; each may be several engine requests."""
+        return sum(map(len, self._generations.values()))
+
     def _tell_stats(self, engine_index: int, stats: SchedulerStats) -> None:
+        self._batch_tokens.end(engine_index)
         for observer in self._observers:
             observer.scheduler_stats(engine_index, stats)
 
@@ -165,7 +199,7 @@ class Llm:
         """Complete a prompt and wait for the end.
 
         An abort (by `abort`, or by the engine as it shuts down) is a normal output with
-        `FinishReason.ABORT`; what the engine has against the request is one with
+        `FinishReason.ABORT`; an error that the engine reports for this request is one with
         `FinishReason.ERROR` and its details.
 
         Raises:
@@ -177,32 +211,32 @@ class Llm:
         Cancellation:
           Aborts the request.
         """
-        generation = self._start(*self._lower_generate(request), FINAL_ONLY)
+        generation = self._start(*self._to_engine_requests(request), FINAL_ONLY)
         try:
             await generation.wait_ended()
             return GenerateOutput(
                 request_id=generation.external_id,
                 prompt_token_ids=list(request.prompt_token_ids),
-                completions=[collector.take() for collector in generation.collectors],
+                completions=[collector.take_output() for collector in generation.collectors],
             )
         finally:
             self._end(generation)
 
     @asynccontextmanager
     async def stream(self, request: GenerateRequest) -> AsyncIterator[GenerateStream]:
-        """Complete a prompt; the block's value iterates over what is new.
+        """Complete a prompt; the block's value iterates over the deltas.
 
         The first token is delivered at once, later ones when ``stream_interval`` of them are there.
         Leaving the block early, for whatever reason, aborts the request. Entering raises what
         `generate` raises before anything was sent, iterating the rest.
         """
-        identity, children = self._lower_generate(request)
+        ids, children = self._to_engine_requests(request)
         interval = self._stream_interval
         if type(asked := request.sampling_params.stream_interval) is int:  # or it is refused
             interval = max(interval, asked)
-        generation = self._start(identity, children, interval)
+        generation = self._start(ids, children, interval)
         try:
-            yield GenerateStream(generation)
+            yield GenerateStream(generation, self.client.driver.drop)
         finally:
             self._end(generation)
 
@@ -212,9 +246,9 @@ class Llm:
         A task that the model does not support is refused. If the engines have not said what it
         supports as the client was opened, they are asked again now, which may raise `UtilityError`.
         """
-        identity = self._identify(request)
+        ids = self._make_ids(request)
         await self.client.driver.learn_supported_tasks()
-        generation = self._start(identity, [lower_encode(request, identity)], FINAL_ONLY)
+        generation = self._start(ids, [to_pooling_request(request, ids)], FINAL_ONLY)
         try:
             await generation.wait_ended()
             (collector,) = generation.collectors
@@ -222,16 +256,48 @@ class Llm:
                 request_id=generation.external_id,
                 prompt_token_ids=list(request.prompt_token_ids),
                 data=collector.pooled,
-                completion=collector.take(),
+                completion=collector.take_output(),
             )
         finally:
             self._end(generation)
 
+    @asynccontextmanager
+    async def map(
+        self,
+        requests: Iterable[GenerateRequest] | AsyncIterable[GenerateRequest],
+        *,
+        limit: int = 256,
+        ordered: bool = False,
+        retries: int = 0,
+    ) -> AsyncIterator[BatchResults[GenerateRequest, GenerateOutput]]:
+        """Complete many prompts; the block's value iterates over pairs of request and output.
+
+        In place of an output stands the `EngineCoreError` of a request that failed; the others go
+        on. Leaving the block aborts what is in flight.
+
+        Args:
+          requests: Taken from one by one, as there is room; may be endless.
+          limit: How many requests may be in flight or wait to be taken out of the iterator.
+          ordered: Whether the pairs come in the order of the requests, instead of as they end.
+          retries: How often a request is sent again whose engine has died meanwhile.
+
+        Raises:
+          ConfigurationError: ``limit`` or ``retries`` is too small.
+
+        Cancellation:
+          Aborts what is in flight.
+        """
+        results = BatchResults(
+            requests, self.generate, limit=limit, ordered=ordered, retries=retries
+        )
+        async with running(results.run):
+            yield results
+
     def abort(self, request_ids: Iterable[str] = ()) -> None:
         """End requests by the caller's ids, each with all engine requests it stands for.
 
-        Unknown and finished ids are ignored. Without ids, everything in flight is aborted. Whoever
-        waits gets what there is, with `FinishReason.ABORT`.
+        Unknown and finished ids are ignored. Without ids, everything in flight is aborted. The
+        callers that wait get the tokens so far, with `FinishReason.ABORT`.
         """
         if isinstance(request_ids, str):
             raise TypeError("request_ids must be several ids, not a string")
@@ -247,30 +313,32 @@ class Llm:
 
     # From the caller's request to the engines' ----------------------------------------------------
 
-    def _identify(self, request: PromptRequest) -> Identity:
+    def _make_ids(self, request: PromptRequest) -> RequestIds:
         external_id = request.request_id
         if external_id is None:
             external_id = f"{self._random.getrandbits(128):032x}"
-        return Identity(
+        return RequestIds(
             external_id,
             f"{external_id}-{self._random.getrandbits(32):08x}" if self._randomize else external_id,
             self._clock() if request.arrival_time is None else request.arrival_time,
         )
 
-    def _lower_generate(self, request: GenerateRequest) -> tuple[Identity, list[EngineCoreRequest]]:
-        identity = self._identify(request)
-        return identity, lower_generate(request, identity, self.client.max_model_len)
+    def _to_engine_requests(
+        self, request: GenerateRequest
+    ) -> tuple[RequestIds, list[EngineCoreRequest]]:
+        ids = self._make_ids(request)
+        return ids, to_engine_requests(request, ids, self.client.max_model_len)
 
     def _start(
-        self, identity: Identity, children: list[EngineCoreRequest], interval: int
+        self, ids: RequestIds, children: list[EngineCoreRequest], interval: int
     ) -> Generation:
         """Send the engine requests, all or none."""
         waker = Waker()
         collectors = [
             self._collector(child, index, waker, interval) for index, child in enumerate(children)
         ]
-        generation = Generation(identity.external_id, collectors, waker)
-        self._generations.setdefault(identity.external_id, []).append(generation)
+        generation = Generation(ids.external_id, collectors, waker)
+        self._generations.setdefault(ids.external_id, []).append(generation)
         try:
             for child, collector in zip(children, collectors, strict=True):
                 self.client.driver.submit(child, collector)
@@ -278,6 +346,8 @@ class Llm:
         except BaseException:
             self._end(generation)
             raise
+        for collector in collectors:
+            collector.begin()
         return generation
 
     def _end(self, generation: Generation) -> None:
@@ -298,12 +368,21 @@ class Llm:
         if not self._observers:
             return Collector(request, index, waker, self._clock, interval=interval)
         return ObservedCollector(
-            request, index, waker, self._clock, interval=interval, observers=self._observers
+            request,
+            index,
+            waker,
+            self._clock,
+            interval=interval,
+            observers=self._observers,
+            batch_tokens=self._batch_tokens,
         )
 
     def _tell_end(self, collectors: Sequence[Collector]) -> None:
         for collector in collectors:
-            collector.leave()
+            collector.abandon()
+            self._batch_tokens.end(collector.engine_index)
+        if all(collector.is_refused for collector in collectors):
+            return
         longest = max(collector.token_count for collector in collectors)
         for observer in self._observers:
             observer.request_over(collectors[-1].engine_index, len(collectors), longest)
@@ -318,21 +397,16 @@ async def open_llm(
     client_index: int = 0,
     vocab_size: int | None = None,
     structured_outputs_backend: str = "xgrammar",
-    metrics: Observer | None = None,
+    observers: Sequence[Observer] = (),
     stats_interval: float = math.inf,
 ) -> AsyncIterator[Llm]:
     """Connect to engine cores; the block's value generates. See `Llm` and `open_client`.
 
     Args:
-      metrics: Counts what happens, such as `trio_vllm.llm.metrics.LlmMetrics`.
+      observers: Are called for each event; `trio_vllm.llm.metrics.LlmMetrics` is one.
       stats_interval: Seconds between two log lines about throughput and load.
     """
-    observers = [] if metrics is None else [metrics]
-    pumps = []
-    if stats_interval != math.inf:
-        line = StatsLine(stats_interval)
-        observers.append(line)
-        pumps.append(line.run)
+    lines = [] if stats_interval == math.inf else [StatsLine(stats_interval)]
     async with (
         open_client(
             mode,
@@ -340,11 +414,11 @@ async def open_llm(
             vocab_size=vocab_size,
             structured_outputs_backend=structured_outputs_backend,
         ) as client,
-        running(*pumps),
+        running(*(line.run for line in lines)),
     ):
         yield Llm(
             client,
             randomize_request_ids=randomize_request_ids,
             stream_interval=stream_interval,
-            observers=observers,
+            observers=[*observers, *lines],
         )

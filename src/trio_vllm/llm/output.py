@@ -1,4 +1,4 @@
-"""What `Llm` gives back."""
+"""Outputs of `Llm`: whole completions, deltas of a stream, token counts, timings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class WeightVersionSpan:
 
 @attrs.define(kw_only=True)
 class RequestTimings:
-    """How long the parts of a completion took, in seconds; None where the engine does not tell.
+    """Durations of the parts of a completion so far, in seconds; None where the engine does not tell.
 
     Computed as upstream's frontends do (``vllm/v1/metrics/stats.py``, ``IterationStats``), when they
     are asked for: the two latencies by this process's clock, everything else by the engine's
@@ -49,11 +49,11 @@ class RequestTimings:
     """
 
     e2e_latency: float
-    """From arrival to the last output."""
+    """From arrival to the last output; before there is one, to this delivery."""
     time_to_first_token: float | None
     """From arrival to the first output with a token."""
     events: Sequence[EngineCoreEvent]
-    """The turns in the life of the request, by the engine's clock."""
+    """When the request was queued, scheduled and preempted, by the engine's clock."""
     token_times: Sequence[float]
     """When each output with tokens was made, by the engine's clock."""
     output_tokens: int
@@ -104,11 +104,51 @@ def _between(earlier: float | None, later: float | None) -> float | None:
     return None if earlier is None or later is None else later - earlier
 
 
-@attrs.define(kw_only=True, eq=False)
-class CompletionOutput:
-    """One completion of a prompt: all of it, or what is new of it since the last delivery.
+@attrs.define
+class Progress:
+    """What was known of a completion at a delivery; `Usage` and `RequestTimings` are made of it.
 
-    Fields below ``finish_reason`` are about the whole completion and set on its last delivery.
+    They are made when they are asked for, since most readers of a stream do not, and each object
+    costs as much as the rest of a delivery. Events and times are lists that go on growing, so it
+    keeps how much of them was there.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int | None
+    arrival_time: float
+    first_token_time: float | None
+    last_time: float
+    events: Sequence[EngineCoreEvent]
+    event_count: int
+    token_times: Sequence[float]
+    token_time_count: int
+
+    def usage(self) -> Usage:
+        """Count the tokens."""
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            cached_tokens=self.cached_tokens,
+        )
+
+    def timings(self) -> RequestTimings:
+        """Measure the durations."""
+        first = self.first_token_time
+        return RequestTimings(
+            e2e_latency=self.last_time - self.arrival_time,
+            time_to_first_token=None if first is None else first - self.arrival_time,
+            events=self.events[: self.event_count],
+            token_times=self.token_times[: self.token_time_count],
+            output_tokens=self.output_tokens,
+        )
+
+
+@attrs.define(kw_only=True, eq=False)
+class Completion:
+    """Fields of a whole completion and of a stream's delta: what is said of these tokens.
+
+    In a delta the fields from ``stop_reason`` on are set with the completion's last one.
     """
 
     index: int
@@ -130,20 +170,38 @@ class CompletionOutput:
     """``[rows, layers, top_k]``."""
     num_nans_in_logits: int = 0
 
-    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """With STOP: the stop token that matched; None for end of text."""
+    """With STOP: the stop token that matched, or the string given to `GenerateStream.stop`; None for
+    end of text."""
     error: RequestErrorInfo | None = None
     """With ERROR: why, if the engine says."""
     mm_cache_miss_hashes: list[str] | None = None
     """With ERROR: multimodal data that has to be sent again."""
-    usage: Usage | None = None
-    timings: RequestTimings | None = None
     weight_versions: tuple[WeightVersionSpan, ...] = ()
     spec_decode_metrics: RequestSpecDecodeMetrics | None = None
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
     trace_headers: dict[str, str] | None = None
+
+    _progress: Progress
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts up to and with this delivery."""
+        return self._progress.usage()
+
+    @property
+    def timings(self) -> RequestTimings:
+        """Durations up to this delivery."""
+        return self._progress.timings()
+
+
+@attrs.define(kw_only=True, eq=False)
+class CompletionDelta(Completion):
+    """What is new of a completion since the last delivery of its stream."""
+
+    finish_reason: FinishReason | None = None
+    """Set on the last delivery."""
 
     @property
     def finished(self) -> bool:
@@ -152,8 +210,19 @@ class CompletionOutput:
 
 
 @attrs.define(kw_only=True, eq=False)
+class CompletionOutput(Completion):
+    """One whole completion of a prompt."""
+
+    finish_reason: FinishReason
+
+
+@attrs.define(kw_only=True, eq=False)
 class GenerateOutput:
-    """The completions of one prompt; with ``n=1`` the shorthands are about the only one."""
+    """The completions of one prompt.
+
+    The properties about one completion are for ``n=1``; with more completions they raise
+    `ValueError`, since there is no telling which one is meant.
+    """
 
     request_id: str
     """The caller's id."""
@@ -162,53 +231,56 @@ class GenerateOutput:
 
     @property
     def token_ids(self) -> list[int]:
-        """Of the first completion."""
-        return self.completions[0].token_ids
+        """Of the only completion."""
+        return self._only_completion("token_ids").token_ids
 
     @property
     def logprobs(self) -> Logprobs | None:
-        """Of the first completion."""
-        return self.completions[0].logprobs
+        """Of the only completion."""
+        return self._only_completion("logprobs").logprobs
 
     @property
     def prompt_logprobs(self) -> Logprobs | None:
-        """Row ``i`` is about prompt token ``i + 1``."""
+        """Row ``i`` is about prompt token ``i + 1``; the same for all completions."""
         return self.completions[0].prompt_logprobs
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Of the first completion."""
-        reason = self.completions[0].finish_reason
-        assert reason is not None
-        return reason
+        """Of the only completion."""
+        return self._only_completion("finish_reason").finish_reason
 
     @property
     def stop_reason(self) -> int | str | None:
-        """Of the first completion."""
-        return self.completions[0].stop_reason
+        """Of the only completion."""
+        return self._only_completion("stop_reason").stop_reason
 
     @property
     def error(self) -> RequestErrorInfo | None:
-        """Of the first completion."""
-        return self.completions[0].error
+        """Of the only completion."""
+        return self._only_completion("error").error
 
     @property
     def timings(self) -> RequestTimings:
-        """Of the first completion."""
-        timings = self.completions[0].timings
-        assert timings is not None
-        return timings
+        """Of the only completion."""
+        return self._only_completion("timings").timings
 
     @property
     def kv_transfer_params(self) -> dict[str, Any] | None:
-        """Of the first completion."""
-        return self.completions[0].kv_transfer_params
+        """Of the only completion."""
+        return self._only_completion("kv_transfer_params").kv_transfer_params
 
     @property
     def usage(self) -> Usage:
         """The prompt once, the output tokens of all completions."""
-        usages = [completion.usage for completion in self.completions if completion.usage]
+        usages = [completion.usage for completion in self.completions]
         return attrs.evolve(usages[0], output_tokens=sum(usage.output_tokens for usage in usages))
+
+    def _only_completion(self, field: str) -> CompletionOutput:
+        if len(self.completions) != 1:
+            raise ValueError(
+                f"there are {len(self.completions)} completions: read completions[i].{field}"
+            )
+        return self.completions[0]
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -219,13 +291,11 @@ class EncodeOutput:
     """The caller's id."""
     prompt_token_ids: list[int]
     data: Array | None
-    """What the model made of it, float32 for a bfloat16 model; None if it failed."""
+    """The pooled vector or matrix, float32 for a bfloat16 model; None if it failed."""
     completion: CompletionOutput
     """How it ended: finish reason, error, usage, timings."""
 
     @property
     def finish_reason(self) -> FinishReason:
         """STOP, unless it failed or was aborted."""
-        reason = self.completion.finish_reason
-        assert reason is not None
-        return reason
+        return self.completion.finish_reason

@@ -1,4 +1,4 @@
-"""What a caller asks of `Llm`."""
+"""Requests of `Llm`, and the engine requests that they become."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from trio_vllm.client.token_ids import as_token_ids
 from trio_vllm.errors import InvalidFieldError
 from trio_vllm.protocol import (
     EngineCoreRequest,
@@ -17,48 +18,65 @@ from trio_vllm.protocol import (
     PoolingParams,
 )
 
-# MERGED llm/_lowering: From a caller's request to those of the engines.
+
+def _has_class(expected: type) -> Any:
+    """A validator that says in a sentence what to give."""
+
+    def validate(request: PromptRequest, attribute: attrs.Attribute[Any], value: object) -> None:
+        if not isinstance(value, expected):
+            name = expected.__name__.removeprefix("EngineCore")
+            got = f"a {type(value).__name__}"
+            raise TypeError(
+                f"{attribute.name} of request {request.request_id!r} must be {name}(…), not {got}"
+            )
+
+    return validate
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(eq=False)
 class PromptRequest:
-    """What requests of either kind have; mirrors ``GenerateRequest`` of ``rust/src/llm``."""
+    """Fields of both kinds of request; mirrors ``GenerateRequest`` of ``rust/src/llm``."""
 
-    request_id: str | None = None
+    prompt_token_ids: Sequence[int] = attrs.field(converter=as_token_ids)
+    """Any iterable of integers; may be given by position."""
+    request_id: str | None = attrs.field(default=None, kw_only=True)
     """The caller's id; None lets `Llm` choose one. It need not be unique unless randomisation is
     off."""
-    prompt_token_ids: Sequence[int]
-    mm_features: list[MultiModalFeatureSpec] | None = None
-    arrival_time: float | None = None
+    mm_features: list[MultiModalFeatureSpec] | None = attrs.field(default=None, kw_only=True)
+    arrival_time: float | None = attrs.field(default=None, kw_only=True)
     """UNIX seconds; None is now. Latencies count from here."""
-    lora_request: LoRARequest | None = None
-    cache_salt: str | None = None
+    lora_request: LoRARequest | None = attrs.field(default=None, kw_only=True)
+    cache_salt: str | None = attrs.field(default=None, kw_only=True)
     """Prefix-cache entries are shared only between requests of the same salt."""
-    trace_headers: dict[str, str] | None = None
-    priority: int = 0
+    trace_headers: dict[str, str] | None = attrs.field(default=None, kw_only=True)
+    priority: int = attrs.field(default=0, kw_only=True)
     """Lower is earlier, if the engine schedules by priority."""
-    data_parallel_rank: int | None = None
+    data_parallel_rank: int | None = attrs.field(default=None, kw_only=True)
     """Pins the request to the engine with this index."""
-    session_id: str | None = None
-    kv_hints: KvHintsEnvelope | None = None
+    session_id: str | None = attrs.field(default=None, kw_only=True)
+    kv_hints: KvHintsEnvelope | None = attrs.field(default=None, kw_only=True)
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(eq=False)
 class GenerateRequest(PromptRequest):
     """A prompt to complete."""
 
-    sampling_params: EngineCoreSamplingParams = attrs.field(factory=EngineCoreSamplingParams)
+    sampling_params: EngineCoreSamplingParams = attrs.field(
+        factory=EngineCoreSamplingParams,
+        kw_only=True,
+        validator=_has_class(EngineCoreSamplingParams),
+    )
     """``n`` completions are as many engine requests; the seed of the i-th is ``seed + i``.
     ``max_tokens=None`` is what the model's context leaves."""
-    reasoning_parser_kwargs: dict[str, Any] | None = None
-    reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: dict[str, Any] | None = attrs.field(default=None, kw_only=True)
+    reasoning_ended: bool | None = attrs.field(default=None, kw_only=True)
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(eq=False)
 class EncodeRequest(PromptRequest):
     """A prompt to pool, into an embedding for example."""
 
-    pooling_params: PoolingParams
+    pooling_params: PoolingParams = attrs.field(kw_only=True, validator=_has_class(PoolingParams))
 
 
 MAX_COMPLETIONS = 16_384
@@ -68,30 +86,31 @@ MAX_SEED = 2**63 - 1
 
 
 @attrs.define
-class Identity:
-    """What a request is called, and when it came."""
+class RequestIds:
+    """A request's id at the caller and at the engine, and its arrival time."""
 
     external_id: str
     internal_id: str
     arrival_time: float
+    """UNIX seconds."""
 
 
-def lower_generate(
-    request: GenerateRequest, identity: Identity, max_model_len: int
+def to_engine_requests(
+    request: GenerateRequest, ids: RequestIds, max_model_len: int
 ) -> list[EngineCoreRequest]:
-    """One engine request per completion; `InvalidFieldError` if their number makes no sense.
+    """Make one engine request per completion; `InvalidFieldError` if ``n`` is out of range.
 
     Children are named and seeded as in ``vllm/v1/engine/parallel_sampling.py``.
     """
     params = request.sampling_params
-    _check_completions(params, identity.external_id)
+    _check_completions(params, ids.external_id)
     if params.max_tokens is None:
         room = max_model_len - len(request.prompt_token_ids)
         # For a prompt that leaves no room the client has a better error.
         params = attrs.evolve(params, max_tokens=max(room, 1))
-    parent = _lower(
+    parent = _to_engine_request(
         request,
-        identity,
+        ids,
         sampling_params=params,
         reasoning_ended=request.reasoning_ended,
         reasoning_parser_kwargs=request.reasoning_parser_kwargs,
@@ -101,23 +120,23 @@ def lower_generate(
     return [
         attrs.evolve(
             parent,
-            request_id=f"{index}_{identity.internal_id}",
+            request_id=f"{index}_{ids.internal_id}",
             sampling_params=attrs.evolve(params, n=1, seed=_child_seed(params.seed, index)),
         )
         for index in range(params.n)
     ]
 
 
-def lower_encode(request: EncodeRequest, identity: Identity) -> EngineCoreRequest:
-    """The engine request that pools a prompt."""
-    return _lower(request, identity, pooling_params=request.pooling_params)
+def to_pooling_request(request: EncodeRequest, ids: RequestIds) -> EngineCoreRequest:
+    """Make the engine request that pools a prompt."""
+    return _to_engine_request(request, ids, pooling_params=request.pooling_params)
 
 
-def _lower(request: PromptRequest, identity: Identity, **fields: Any) -> EngineCoreRequest:
+def _to_engine_request(request: PromptRequest, ids: RequestIds, **fields: Any) -> EngineCoreRequest:
     return EngineCoreRequest(
-        request_id=identity.internal_id,
-        external_req_id=identity.external_id,
-        arrival_time=identity.arrival_time,
+        request_id=ids.internal_id,
+        external_req_id=ids.external_id,
+        arrival_time=ids.arrival_time,
         prompt_token_ids=request.prompt_token_ids,
         mm_features=request.mm_features,
         lora_request=request.lora_request,

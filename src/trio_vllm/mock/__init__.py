@@ -1,26 +1,23 @@
-"""The other side: engine cores without a model, to put behind any vLLM frontend."""
+"""Mock engines: engine cores without a model, to put behind any vLLM frontend. Public.
 
-from trio_vllm.mock.config import MockEngineConfig
-from trio_vllm.mock.encoding import COORDINATOR
-from trio_vllm.mock.engine import MockEngine
-from trio_vllm.mock.events import (
-    MessageIgnored,
-    RequestFinished,
-    RequestRefused,
-    RequestStarted,
-    Summary,
-)
-from trio_vllm.mock.serve import ServeOptions, serve_mock_engines
+Each name is imported when it is first used: the command shows its help without numpy and trio.
+"""
 
-__all__ = [
-    "COORDINATOR",
-    "MessageIgnored",
-    "MockEngine",
-    "MockEngineConfig",
-    "RequestFinished",
-    "RequestRefused",
-    "RequestStarted",
-    "ServeOptions",
-    "Summary",
-    "serve_mock_engines",
-]
+from __future__ import annotations
+
+from trio_vllm._lazy import install_lazy_importer
+
+TYPE_CHECKING = False  # type checkers know better; importing it from typing would take 10 ms
+
+if TYPE_CHECKING or not install_lazy_importer(__name__):
+    from trio_vllm.mock.config import MockEngineConfig as MockEngineConfig
+    from trio_vllm.mock.config import ServeOptions as ServeOptions
+    from trio_vllm.mock.encoding import COORDINATOR as COORDINATOR
+    from trio_vllm.mock.engine import MockEngine as MockEngine
+    from trio_vllm.mock.engine import ready_response as ready_response
+    from trio_vllm.mock.events import MessageIgnored as MessageIgnored
+    from trio_vllm.mock.events import RequestFinished as RequestFinished
+    from trio_vllm.mock.events import RequestRefused as RequestRefused
+    from trio_vllm.mock.events import RequestStarted as RequestStarted
+    from trio_vllm.mock.events import Summary as Summary
+    from trio_vllm.mock.serve import serve_mock_engines as serve_mock_engines

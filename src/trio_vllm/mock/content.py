@@ -1,4 +1,4 @@
-"""The tokens that a mock engine makes up.
+"""`TokenSource`, `LogprobModel` and vectors: what mock engines answer with, drawn from hashes.
 
 Token ``i`` of a request is a hash of the request's key and ``i``, so any stretch of any request can
 be drawn at any time, in any company, and always comes out the same. The key is a digest of the seed,
@@ -14,19 +14,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
-from trio_vllm.protocol import Array, Logprobs, PoolingParams, Tensor
-
-# MERGED mock/_engine/_logprobs: Log probabilities that a mock engine makes up.
-#
-# At each position the vocabulary is ranked, and the token of rank ``r`` has a probability in
-# proportion to ``r ** -1.5``, so that the probabilities of all tokens sum to one, as a model's do. The
-# rank of the token that was sampled is drawn from just that distribution. The ranking is a walk through
-# the vocabulary in steps of a constant, laid so that the sampled token gets its rank.
-# MERGED mock/_engine/_pooling: Pooling outputs that a mock engine makes up.
-
+from trio_vllm.protocol import Array, Logprobs, PoolingParams
 
 U64 = npt.NDArray[np.uint64]
 
@@ -137,7 +129,13 @@ Floats = npt.NDArray[np.float32]
 
 
 class LogprobModel:
-    """The made-up distribution over a vocabulary."""
+    """A distribution over a vocabulary, drawn anew at each position.
+
+    The vocabulary is ranked, and the token of rank ``r`` has a probability in proportion to
+    ``r ** -1.5``, so that the probabilities of all tokens sum to one, as a model's do. The rank of
+    the token that was sampled is drawn from just that distribution. The ranking is a walk through the
+    vocabulary in steps of a constant, laid so that the sampled token gets its rank.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         self._size = vocab_size
@@ -161,17 +159,23 @@ class LogprobModel:
         return values.astype(np.float32)
 
     def width(self, logprobs: int | None, token_ids: Sequence[int] | None = None) -> int:
-        """How many columns a request's wish comes to."""
+        """How many columns a request asks for."""
         if token_ids is not None:
             return 1 + len(token_ids)
         if logprobs is None:
             return 0
         return 1 + (self._size if logprobs < 0 else min(logprobs, self._size))
 
-    def _draw_ranks(self, key: int, positions: range) -> npt.NDArray[np.int64]:
-        """From 0, one per position."""
-        drawn = [hash_at(key, position) / 2**64 * self._total for position in positions]
-        return np.minimum(np.searchsorted(self._cumulated, drawn), len(self._cumulated) - 1)
+    def _draw_ranks(self, key: int, first: int, count: int) -> npt.NDArray[np.int64]:
+        """The ranks, from 0, of the tokens at ``count`` positions."""
+        drawn: Any
+        if count <= _FEW:
+            drawn = [hash_at(key, position) / 2**64 for position in range(first, first + count)]
+        else:
+            drawn = hashes(key, first, count) / 2**64
+        found = np.searchsorted(self._cumulated, np.multiply(drawn, self._total))
+        ranks: npt.NDArray[np.int64] = np.minimum(found, len(self._cumulated) - 1)
+        return ranks
 
     def sample(
         self,
@@ -186,46 +190,69 @@ class LogprobModel:
         With ``token_ids`` the columns after the first are about these, and what is left of the width
         is padded.
         """
-        positions = range(first + _RANK_SALT, first + _RANK_SALT + len(tokens))
-        ranks = self._draw_ranks(key, positions)
+        ranks = self._draw_ranks(key, first + _RANK_SALT, len(tokens))
         chosen = np.array(tokens, np.int64)
         if token_ids is None:
-            return self._most_probable(chosen, ranks, width)
-        ids, values = self._empty(len(tokens), width)
+            made = self._empty(len(tokens), width, np.int64)
+            self._fill_most_probable(made, chosen, ranks)
+            return made
+        ids, values = (
+            np.zeros((len(tokens), width), np.int32),
+            self._minus_infinity((len(tokens), width)),
+        )
         ids[:, 0], values[:, 0] = chosen, self._logprobs(ranks)
         ids[:, 1 : 1 + len(token_ids)] = token_ids
         values[:, 1 : 1 + len(token_ids)] = self._of_tokens(chosen, ranks, np.array(token_ids))
         return Logprobs(ids, values, ranks + 1)
 
-    def prompt(self, key: int, prompt: Sequence[int], logprobs: int) -> Logprobs:
-        """Of the tokens of a prompt but the first; as upstream, all in 32 bits."""
-        chosen = np.array(prompt[1:], np.int64) & _MAX_ID
-        ranks = self._draw_ranks(key, range(_PROMPT_SALT, _PROMPT_SALT + len(chosen)))
-        made = self._most_probable(chosen, ranks, self.width(logprobs))
-        return Logprobs(made.token_ids, made.logprobs, made.ranks.astype(np.int32))
+    def empty_prompt(self, prompt: Sequence[int], logprobs: int) -> Logprobs:
+        """Room for `fill_prompt`; as upstream, all in 32 bits, and not for the first token."""
+        return self._empty(max(0, len(prompt) - 1), self.width(logprobs), np.int32)
 
-    def prompt_token_ids(self, key: int, prompt: Sequence[int], token_ids: Array) -> Floats:
-        """Of tokens named position by position; minus infinity where the id is -1."""
-        rows = min(len(token_ids), max(0, len(prompt) - 1))
-        chosen = np.array(prompt[1 : rows + 1], np.int64)
-        ranks = self._draw_ranks(key, range(_PROMPT_SALT, _PROMPT_SALT + rows))
-        values = np.full(token_ids.shape, -math.inf, np.float32)
-        values[:rows] = self._of_tokens(chosen, ranks, token_ids[:rows])
-        return values
+    def fill_prompt(self, made: Logprobs, key: int, prompt: Sequence[int], rows: slice) -> None:
+        """Fill in some rows, of the tokens of a prompt but the first."""
+        chosen = np.array(prompt[1 + rows.start : 1 + rows.stop], np.int64) & _MAX_ID
+        ranks = self._draw_ranks(key, _PROMPT_SALT + rows.start, len(chosen))
+        part = Logprobs(made.token_ids[rows], made.logprobs[rows], made.ranks[rows])
+        self._fill_most_probable(part, chosen, ranks)
 
-    def _empty(self, rows: int, width: int) -> tuple[npt.NDArray[np.int32], Floats]:
-        return np.zeros((rows, width), np.int32), np.full((rows, width), -math.inf, np.float32)
+    def empty_prompt_token_ids(self, token_ids: Array) -> Floats:
+        """Room for `fill_prompt_token_ids`."""
+        return self._minus_infinity(token_ids.shape)
 
-    def _most_probable(
-        self, chosen: npt.NDArray[np.int64], ranks: npt.NDArray[np.int64], width: int
-    ) -> Logprobs:
-        ids, values = self._empty(len(chosen), width)
+    def fill_prompt_token_ids(
+        self, values: Floats, key: int, prompt: Sequence[int], token_ids: Array, rows: slice
+    ) -> None:
+        """Fill in some rows, of tokens named by position; minus infinity where the id is -1."""
+        stop = min(rows.stop, max(rows.start, len(prompt) - 1))
+        chosen = np.array(prompt[1 + rows.start : 1 + stop], np.int64)
+        ranks = self._draw_ranks(key, _PROMPT_SALT + rows.start, len(chosen))
+        named = token_ids[rows.start : stop]
+        values[rows.start : stop] = self._of_tokens(chosen, ranks, named)
+
+    @staticmethod
+    def _minus_infinity(shape: tuple[int, ...]) -> Floats:
+        return np.full(shape, -math.inf, np.float32)
+
+    def _empty(self, rows: int, width: int, ranks: npt.DTypeLike) -> Logprobs:
+        shape = rows, width
+        return Logprobs(
+            np.empty(shape, np.int32), np.empty(shape, np.float32), np.empty(rows, ranks)
+        )
+
+    def _fill_most_probable(
+        self, made: Logprobs, chosen: npt.NDArray[np.int64], ranks: npt.NDArray[np.int64]
+    ) -> None:
+        """Fill in the chosen tokens, the most probable ones, and what is left of the width."""
+        ids, values = made.token_ids, made.logprobs
+        columns = np.arange(min(ids.shape[1] - 1, self._size))
+        filled = 1 + len(columns)
         ids[:, 0], values[:, 0] = chosen, self._logprobs(ranks)
-        columns = np.arange(min(width - 1, self._size))
         steps = (columns - ranks[:, None]) * self._stride
-        ids[:, 1 : 1 + len(columns)] = (chosen[:, None] + steps) % self._size
-        values[:, 1 : 1 + len(columns)] = self._logprobs(columns)
-        return Logprobs(ids, values, ranks + 1)
+        ids[:, 1:filled] = (chosen[:, None] + steps) % self._size
+        values[:, 1:filled] = self._logprobs(columns)
+        ids[:, filled:], values[:, filled:] = 0, -math.inf
+        made.ranks[:] = ranks + 1
 
     def _of_tokens(
         self, chosen: npt.NDArray[np.int64], ranks: npt.NDArray[np.int64], token_ids: Array
@@ -245,18 +272,57 @@ def _coprime(size: int) -> int:
     return stride
 
 
-_PER_TOKEN = ("token_embed", "token_classify")
+PER_TOKEN = ("token_embed", "token_classify")
+_LABELLING = ("classify", "token_classify")
 
 
-def pooled_shape(params: PoolingParams, prompt_len: int, size: int) -> tuple[int, int]:
-    """How many vectors of how many numbers are asked for; ``size`` if it is not said."""
-    return prompt_len if params.task in _PER_TOKEN else 1, params.dimensions or size
+@attrs.frozen
+class Pooler:
+    """Makes up the answers to pooling requests: embeddings, or probabilities of labels."""
+
+    embedding_size: int
+    num_labels: int
+
+    def shape(self, params: PoolingParams, prompt_len: int) -> tuple[int, int]:
+        """How many vectors of how many numbers a request asks for."""
+        rows = prompt_len if params.task in PER_TOKEN else 1
+        if params.task in _LABELLING:
+            return rows, self.num_labels
+        return rows, params.dimensions or self.embedding_size
+
+    def empty(self, params: PoolingParams, prompt_len: int) -> Floats:
+        """Room for `fill`."""
+        return np.empty(self.shape(params, prompt_len), np.float32)
+
+    def fill(self, vectors: Floats, key: int, params: PoolingParams, rows: slice) -> None:
+        """Fill in some vectors, activated unless the request says ``use_activation=False``.
+
+        As in upstream, an activated embedding has length one, and activated labels are
+        probabilities: softmax of several, sigmoid of a single one.
+        """
+        size = vectors.shape[1]
+        bits = hashes(key, rows.start * size, (rows.stop - rows.start) * size).reshape(-1, size)
+        values = (bits >> np.uint64(40)).astype(np.float32) / np.float32(2**23) - np.float32(1)
+        is_labelling = params.task in _LABELLING
+        if is_labelling:
+            values *= _MAX_LOGIT
+        if params.use_activation is not False:
+            values = _probabilities(values) if is_labelling else _normalized(values)
+        vectors[rows] = values
 
 
-def pool(key: int, params: PoolingParams, prompt_len: int, size: int) -> Tensor:
-    """A vector of length one, or one for each token of the prompt where the task is about tokens."""
-    rows, size = pooled_shape(params, prompt_len, size)
-    bits = hashes(key, 0, rows * size).reshape(rows, size)
-    values = (bits >> np.uint64(40)).astype(np.float32) / np.float32(2**23) - np.float32(1)
-    values /= np.maximum(np.linalg.norm(values, axis=1, keepdims=True), np.float32(1e-6))
-    return Tensor.from_numpy(values if params.task in _PER_TOKEN else values[0])
+_MAX_LOGIT = np.float32(4)
+
+
+def _normalized(vectors: Floats) -> Floats:
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    normalized: Floats = vectors / np.maximum(norms, np.float32(1e-6))
+    return normalized
+
+
+def _probabilities(logits: Floats) -> Floats:
+    powers: Floats = np.exp(logits)
+    # the softmax of one label and of none
+    others = np.float32(1) if logits.shape[1] == 1 else np.float32(0)
+    probabilities: Floats = powers / (powers.sum(axis=1, keepdims=True) + others)
+    return probabilities

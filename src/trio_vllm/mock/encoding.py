@@ -1,14 +1,20 @@
-"""Output messages, put together from rows that are encoded already."""
+"""`MessageTemplate`, `StatsTemplate` and `row` write output messages without building objects.
+
+A row is an `EngineCoreOutput` as an array that ends with the last field that has a value: readers
+fill up what is missing (two elements are the least). Token ids are written with a fixed width, also
+small ones, so that a row keeps its length and its tokens their places from step to step.
+"""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import numpy as np
 
+from trio_vllm.mock.request import Request
 from trio_vllm.protocol import (
     Buffer,
     EngineCoreOutput,
@@ -21,18 +27,8 @@ from trio_vllm.protocol import (
     index_of,
 )
 
-if TYPE_CHECKING:
-    from trio_vllm.mock.request import Request
-
-# MERGED mock/_engine/_rows: Rows of an output message, written without building objects.
-#
-# A row is an `EngineCoreOutput` as an array that ends with the last field that has a value: readers
-# fill up what is missing (two elements are the least). Token ids are written with a fixed width, also
-# small ones, so that a row keeps its length and its tokens their places from step to step.
-
-
 COORDINATOR = -1
-"""In the place of a client index: the message is for the data-parallel coordinator."""
+"""Instead of a client index: a message to the data-parallel coordinator."""
 
 Outgoing = tuple[int, list[Buffer]]
 """A client index, or `COORDINATOR`, and the frames to send there."""
@@ -56,8 +52,8 @@ _STATS_START = _ROWS_START + 1  # behind the header of no rows
 
 
 @attrs.define
-class Draft:
-    """What one client gets in one step."""
+class MessageBuilder:
+    """Collects what one client gets in one step."""
 
     pieces: list[Buffer] = attrs.field(factory=list)
     """Encoded rows, one or more a piece."""
@@ -73,14 +69,15 @@ class Draft:
         self.row_count += row_count
 
 
-class Envelope:
-    """What all messages of an engine have in common around their rows."""
+class MessageTemplate:
+    """Writes what stands around the rows of every message of an engine."""
 
     def __init__(self, engine_index: int, weight_version: str) -> None:
         # Inside a message of nine fields; indices take one, two or three bytes.
         index = engine_index.to_bytes(2, "big")
         packed = index[1:] if engine_index < 128 else b"\xcd" + index
         self._start = pack_array_header(_FIELDS) + packed
+        self.weight_version = weight_version
         end = [NIL] * _AFTER_TIME
         end[_index_after_time("weight_version")] = pack_str(weight_version)
         finished = _index_after_time("finished_requests")
@@ -98,21 +95,21 @@ class Envelope:
             return self._end
         return b"".join((self._before_finished, pack_strs(finished), self._after_finished))
 
-    def seal(self, draft: Draft, stats: bytes, now: float) -> list[Buffer]:
-        """The message of a draft; ``stats`` are encoded, nil for none."""
-        pieces, aux = draft.pieces, []
-        row_count = draft.row_count
-        if draft.outputs:
-            rows, *aux = encode_rows(draft.outputs)
+    def build(self, builder: MessageBuilder, stats: bytes, now: float) -> list[Buffer]:
+        """The frames of a message; ``stats`` are encoded, nil for none."""
+        pieces, aux = builder.pieces, []
+        row_count = builder.row_count
+        if builder.outputs:
+            rows, *aux = encode_rows(builder.outputs)
             pieces = [*pieces, rows]
-            row_count += len(draft.outputs)
+            row_count += len(builder.outputs)
         message = (
             self.start(row_count),
             *pieces,
             stats,
             b"\xcb",
             pack_double(now),
-            self.end(draft.finished),
+            self.end(builder.finished),
         )
         return [b"".join(message), *aux]
 
@@ -235,7 +232,7 @@ _PREFILL = (
 
 
 def row(id_and_tokens: bytes, request: Request, *, final: bool) -> bytes:
-    """A row that tells more than tokens: of the request's events, of its end, or of both."""
+    """A row with the request's events, with its end, or with both, besides its tokens."""
     parts = [
         b"",
         id_and_tokens,

@@ -1,7 +1,13 @@
-"""An engine's part in data-parallel waves.
+"""`MockEngine`: one engine core without a model, sans IO.
 
-Mirrors ``DPEngineCoreProc`` in upstream ``vllm/v1/engine/core.py`` (0.33): an idle engine that gets
-a request tells the coordinator, which wakes the others; when all are out of work, the wave is over.
+Theory of operation. The caller hands over each message that arrives (`MockEngine.handle`) and makes
+steps (`MockEngine.step`) when they are due (`MockEngine.next_step_time`); all of these return what to
+send. In a step every running request gets its next tokens, and each client that has such requests
+gets one message. A step in which a request joins, leaves or gets more than tokens is *eventful*; all
+others are copies of the last one with other tokens.
+
+The engine follows vLLM's (``vllm/v1/engine/core.py``), except that nothing kills it: what a real one
+dies of is refused or ignored, and noted in the event log.
 """
 
 from __future__ import annotations
@@ -9,21 +15,29 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import attrs
 
 from trio_vllm.errors import DecodeError
+from trio_vllm.mock.config import MockEngineConfig
 from trio_vllm.mock.content import TokenSource
-from trio_vllm.mock.encoding import COORDINATOR, NIL, Draft, Envelope, Outgoing, StatsTemplate
-from trio_vllm.mock.events import Journal, Summary
-from trio_vllm.mock.request import Admission, Refusal
-from trio_vllm.mock.scheduler import Scheduler
-from trio_vllm.mock.utilities import Utilities
+from trio_vllm.mock.encoding import (
+    COORDINATOR,
+    NIL,
+    MessageBuilder,
+    MessageTemplate,
+    Outgoing,
+    StatsTemplate,
+)
+from trio_vllm.mock.events import EventLog, Summary
+from trio_vllm.mock.request import Refusal, Request, RequestFactory
+from trio_vllm.mock.scheduler import Counts, Scheduler, StepClock
+from trio_vllm.mock.utilities import EngineControl, RequestAction
 from trio_vllm.protocol import (
     AbortRequests,
     DpControlOutput,
     EngineCoreOutput,
+    EngineCoreReadyResponse,
     EngineCoreRequest,
     FinishReason,
     Frames,
@@ -38,39 +52,45 @@ from trio_vllm.protocol import (
     encode_outputs,
 )
 
-if TYPE_CHECKING:
-    from trio_vllm.mock.config import MockEngineConfig
-    from trio_vllm.mock.request import Request
-    from trio_vllm.mock.utilities import Pause
 
-# MERGED mock/_engine/_load: When an engine tells how busy it is, and to whom.
-#
-# Clients get the statistics with the next message after the counts have changed, not with every
-# message: nothing else in them ever changes. The coordinator gets them in messages of their own, but
-# not after every step: a mock makes a hundred times as many steps a second as the engines that the
-# coordinator was made for.
-# MERGED mock/_engine/_answers: What an engine answers outside of steps: ends, refusals, and results of utility calls.
-# MERGED mock/_engine/_sessions: Streaming-input sessions: one request id whose prompt comes in chunks.
-#
-# Each chunk is an ADD with ``resumable`` set; it is decoded and ended like a request of its own, and
-# its tokens go on where those of the last chunk ended. A final ADD without ``resumable`` carries no
-# input; it says that no chunk will follow.
-# MERGED mock/_engine/_intake: Requests coming and going: what an ADD and an ABORT do.
-# MERGED mock/_engine/_core: One mock engine core, sans IO: messages in, messages out.
-#
-# Theory of operation. The caller hands over what arrives (`MockEngine.handle`) and, while there is work
-# (`MockEngine.has_work`), lets the engine make steps (`MockEngine.step`); both return what to send. In
-# a step every running request gets its next tokens, and each client that has such requests gets one
-# message. Whoever joins, leaves or wants more than tokens makes a step an eventful one; all other steps
-# are copies of the last with other tokens.
-#
-# The engine follows vLLM's (``vllm/v1/engine/core.py``), except that nothing kills it: what a real one
-# dies of is refused or ignored, and noted in the journal.
+def ready_response(
+    config: MockEngineConfig,
+    engine_index: int,
+    *,
+    data_parallel_size: int = 1,
+    dp_stats_address: str | None = None,
+) -> EngineCoreReadyResponse:
+    """The registration of an engine with this index."""
+    return EngineCoreReadyResponse(
+        max_model_len=config.max_model_len,
+        num_gpu_blocks=config.num_gpu_blocks,
+        block_size=config.block_size,
+        dp_stats_address=dp_stats_address,
+        dtype=config.dtype,
+        vllm_version=config.vllm_version,
+        world_size=1,
+        data_parallel_size=data_parallel_size,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        decode_context_parallel_size=1,
+        data_parallel_rank=engine_index,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        instance_id=config.instance_id,
+        supports_lora=config.max_loras > 0,
+        max_loras=config.max_loras,
+        kv_cache_size_tokens=config.kv_cache_size_tokens,
+        enable_sleep_mode=config.enable_sleep_mode,
+    )
 
 
 @attrs.define
 class Wave:
-    """The wave that an engine is in, or waits for."""
+    """The data-parallel wave that an engine is in, or waits for.
+
+    Mirrors ``DPEngineCoreProc`` in upstream ``vllm/v1/engine/core.py`` (0.33): an idle engine that gets
+    a request tells the coordinator, which wakes the others; when all are out of work, the wave is over.
+    """
 
     engine_index: int
     current: int = 0
@@ -100,13 +120,16 @@ class Wave:
 COORDINATOR_INTERVAL = 0.02
 """Seconds between two messages to the coordinator while requests run."""
 
-Counts = tuple[int, int]
-"""Requests running and waiting."""
-
 
 @attrs.define
 class LoadReporter:
-    """What was told last, and what has changed since."""
+    """Decides when an engine tells how busy it is, and to whom.
+
+    Clients get the statistics with the next message after the counts have changed, not with every
+    message: nothing else in them ever changes. The coordinator gets them in messages of their own,
+    but not after every step: a mock makes a hundred times as many steps a second as the engines that
+    the coordinator was made for.
+    """
 
     _template: StatsTemplate = attrs.field(factory=StatsTemplate, init=False)
     _told: Counts = (0, 0)
@@ -116,29 +139,29 @@ class LoadReporter:
     _prefilled_tokens: int = 0
 
     def prefilled(self, prompt_len: int) -> None:
-        """The prompt of a request was looked up in the prefix cache, in vain."""
+        """The prompt of a request was not found in the prefix cache."""
         self._prefills += 1
         self._prefilled_tokens += prompt_len
 
-    def is_news(self, counts: Counts) -> bool:
-        """Whether clients do not know of these counts yet."""
+    def has_changed(self, counts: Counts) -> bool:
+        """Whether clients do not know these counts yet."""
         return counts != self._told or self._prefills > 0
 
     def tell(self, counts: Counts, step: int = 0, wave: int = 0) -> bytes:
-        """The encoded statistics for a client, who knows them from now on."""
+        """The encoded statistics; the clients know them from now on."""
         stats = self._template.fill(*counts, step, wave, self._prefills, self._prefilled_tokens)
         self._told = counts
         self._prefills = self._prefilled_tokens = 0
         return stats
 
-    def is_news_to_coordinator(self, counts: Counts) -> bool:
-        """Whether the coordinator does not know of these counts yet."""
+    def has_changed_for_coordinator(self, counts: Counts) -> bool:
+        """Whether the coordinator does not know these counts yet."""
         return counts != self._told_coordinator
 
     def is_due_to_coordinator(self, counts: Counts, now: float) -> bool:
         """Whether the coordinator should be told now: not too often, but at once when idle."""
         is_time = now >= self._next_for_coordinator or not counts[0]
-        return is_time and self.is_news_to_coordinator(counts)
+        return is_time and self.has_changed_for_coordinator(counts)
 
     def told_coordinator(self, counts: Counts, now: float) -> None:
         """The coordinator was told."""
@@ -146,57 +169,46 @@ class LoadReporter:
         self._next_for_coordinator = now + COORDINATOR_INTERVAL
 
 
-@attrs.define
-class Answers:
-    """Messages to send, in order."""
+@attrs.frozen
+class Replies:
+    """Encodes the messages that an engine sends outside of steps."""
 
     _engine_index: int
-    now: float = 0.0
-    """The time that they carry, that of the message or step in hand."""
-    _messages: list[Outgoing] = attrs.field(factory=list, init=False)
 
-    def take(self) -> list[Outgoing]:
-        """Give up all messages."""
-        messages = self._messages
-        if messages:
-            self._messages = []
-        return messages
-
-    def finish(
+    def ended(
         self,
         client_index: int,
         request_ids: list[str],
         reason: FinishReason,
+        now: float,
         error: RequestErrorInfo | None = None,
-    ) -> None:
-        """End requests that get no token any more."""
+    ) -> Outgoing:
+        """Requests are over that get no further token."""
         outputs = RequestBatchOutputs(
             engine_index=self._engine_index,
             outputs=[
                 EngineCoreOutput(request_id, finish_reason=reason, error=error)
                 for request_id in request_ids
             ],
-            timestamp=self.now,
+            timestamp=now,
             finished_requests=request_ids,
         )
-        self._messages.append((client_index, encode_outputs(outputs)))
+        return client_index, encode_outputs(outputs)
 
-    def refuse(self, client_index: int, request_id: str, refusal: Refusal) -> None:
-        """End a request with an error."""
+    def refused(self, client_index: int, request_id: str, refusal: Refusal, now: float) -> Outgoing:
+        """A request ends with an error."""
         error = RequestErrorInfo(
             code=refusal.code, message=refusal.message, retryable=refusal.retryable
         )
-        self.finish(client_index, [request_id], FinishReason.ERROR, error)
+        return self.ended(client_index, [request_id], FinishReason.ERROR, now, error)
 
-    def utility(self, client_index: int, output: UtilityOutput) -> None:
-        """Answer a utility call."""
-        message = UtilityCallOutput(
-            engine_index=self._engine_index, output=output, timestamp=self.now
-        )
-        self._messages.append((client_index, encode_outputs(message)))
+    def utility(self, client_index: int, output: UtilityOutput, now: float) -> Outgoing:
+        """The answer to a utility call."""
+        message = UtilityCallOutput(engine_index=self._engine_index, output=output, timestamp=now)
+        return client_index, encode_outputs(message)
 
-    def load(self, counts: Counts, step: int, wave: int) -> None:
-        """Tell the coordinator how many requests run and wait."""
+    def load(self, counts: Counts, step: int, wave: int, now: float) -> Outgoing:
+        """How many requests run and wait, for the coordinator."""
         running, waiting = counts
         stats = SchedulerStats(
             num_running_reqs=running,
@@ -205,24 +217,31 @@ class Answers:
             current_wave=wave,
         )
         outputs = RequestBatchOutputs(
-            engine_index=self._engine_index, scheduler_stats=stats, timestamp=self.now
+            engine_index=self._engine_index, scheduler_stats=stats, timestamp=now
         )
-        self._messages.append((COORDINATOR, encode_outputs(outputs)))
+        return COORDINATOR, encode_outputs(outputs)
 
-    def wave(self, *, start_wave: int | None = None, wave_complete: int | None = None) -> None:
-        """Tell the coordinator that a wave starts or is over."""
+    def wave(
+        self, now: float, *, start_wave: int | None = None, wave_complete: int | None = None
+    ) -> Outgoing:
+        """A wave starts or is over, for the coordinator."""
         notice = DpControlOutput(
             engine_index=self._engine_index,
             start_wave=start_wave,
             wave_complete=wave_complete,
-            timestamp=self.now,
+            timestamp=now,
         )
-        self._messages.append((COORDINATOR, encode_outputs(notice)))
+        return COORDINATOR, encode_outputs(notice)
 
 
 @attrs.define
 class Session:
-    """One session that is open."""
+    """A streaming-input session: one request id whose prompt comes in chunks.
+
+    Each chunk is an ADD with ``resumable`` set; it is decoded and ended like a request of its own,
+    and its tokens go on where those of the last chunk ended. A final ADD without ``resumable``
+    carries no input; it says that no chunk will follow.
+    """
 
     client_index: int
     emitted: int = 0
@@ -231,165 +250,8 @@ class Session:
     """Chunks to come, and the ADD that ends the session, if that has come."""
 
 
-@attrs.define
-class Sessions:
-    """The open sessions of one engine, by request id."""
-
-    _open: dict[str, Session] = attrs.field(factory=dict, init=False)
-
-    def get(self, request_id: str) -> Session | None:
-        """The session with this id, if it is open."""
-        return self._open.get(request_id)
-
-    def open(self, wire: EngineCoreRequest) -> None:
-        """The first chunk of a session has come."""
-        self._open[wire.request_id] = Session(wire.client_index)
-
-    def close(self, request_id: str) -> Session | None:
-        """End a session, if it is open."""
-        return self._open.pop(request_id, None)
-
-    def close_all(self) -> list[tuple[str, Session]]:
-        """End all sessions; which they were."""
-        closed = list(self._open.items())
-        self._open.clear()
-        return closed
-
-    def chunk_ended(self, request_id: str, emitted: int) -> None:
-        """A chunk has ended, if that was one, after ``emitted`` tokens in all."""
-        session = self._open.get(request_id)
-        if session is not None:
-            session.emitted = emitted
-
-
 PAUSED = Refusal("the engine is paused", "engine_paused", retryable=True)
 DUPLICATE = Refusal("a request with this id is in flight")
-
-
-@attrs.define(kw_only=True)
-class Intake:
-    """Decides on each request that comes, and accounts for each that is over."""
-
-    _admission: Admission
-    _scheduler: Scheduler
-    _sessions: Sessions
-    _answers: Answers
-    _journal: Journal
-    _pause: Pause
-    _chunk_size: int
-    _tells_ends: bool
-    """Whether ``finished_requests`` is to name also requests that end without an output.
-
-    As upstream, only where a coordinator is: a client that balances its load by the counts of one
-    also counts by these ids what it has in flight.
-    """
-    _untold: dict[int, list[str]] = attrs.field(factory=dict, init=False)
-
-    def add(self, wire: EngineCoreRequest) -> bool:
-        """A request has come; whether it was taken."""
-        session = self._sessions.get(wire.request_id)
-        running = self._scheduler.get(wire.request_id)
-        if session is not None and running is not None:
-            session.queue.append(wire)
-            return True
-        if running is not None:
-            self._refuse_duplicate(wire, running)
-            return False
-        if session is None:
-            if self._pause.refuses and not wire.abort_immediately:
-                self._refuse(wire, PAUSED)
-                return False
-            if wire.resumable:
-                self._sessions.open(wire)
-        elif not wire.resumable:
-            self._sessions.close(wire.request_id)
-            self._end_untold(wire.client_index, wire.request_id)
-            return True
-        return self._start(wire, session.emitted if session is not None else 0)
-
-    def _refuse_duplicate(self, wire: EngineCoreRequest, running: Request) -> None:
-        # An answer to the same client would be taken for one to the request that is running, and
-        # end that.
-        is_elsewhere = wire.client_index != running.client_index
-        self._journal.refused(wire.request_id, DUPLICATE.message, answered=is_elsewhere)
-        if is_elsewhere:
-            self._answers.refuse(wire.client_index, wire.request_id, DUPLICATE)
-
-    def _refuse(self, wire: EngineCoreRequest, refusal: Refusal) -> None:
-        self._journal.refused(wire.request_id, refusal.message)
-        self._answers.refuse(wire.client_index, wire.request_id, refusal)
-
-    def _start(self, wire: EngineCoreRequest, emitted: int) -> bool:
-        request = self._admission.admit(wire, emitted)
-        if isinstance(request, Refusal):
-            self._sessions.close(wire.request_id)
-            self._refuse(wire, request)
-            return False
-        self._journal.started(request, self._chunk_size, self._answers.now)
-        if wire.abort_immediately:
-            self._account_for(request, FinishReason.ABORT)
-            self._end_untold(request.client_index, request.request_id)
-        elif request.end == emitted and not request.is_pooling:
-            self._answers.finish(request.client_index, [request.request_id], request.finish_reason)
-            self._account_for(request, request.finish_reason)
-        else:
-            self._scheduler.add(request, self._answers.now)
-        return True
-
-    def ended(self, request: Request, reason: FinishReason) -> None:
-        """A request is over that the scheduler has forgotten; its session may go on."""
-        session = self._sessions.get(request.request_id)
-        self._account_for(request, reason)
-        if session is None or reason is FinishReason.ABORT:
-            return
-        # Chunks may end as soon as they start. What follows the end of the session is no chunk.
-        while session.queue and not self._is_busy(session, request.request_id):
-            self.add(session.queue.popleft())
-
-    def _account_for(self, request: Request, reason: FinishReason) -> None:
-        self._journal.ended(request, reason)
-        if reason is FinishReason.ABORT:
-            self._sessions.close(request.request_id)
-        else:
-            self._sessions.chunk_ended(request.request_id, request.emitted)
-
-    def _is_busy(self, session: Session, request_id: str) -> bool:
-        is_open = self._sessions.get(request_id) is session
-        return is_open and self._scheduler.get(request_id) is not None
-
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """Drop these requests without an answer; unknown ids do not matter."""
-        for request_id in request_ids:
-            request = self._scheduler.get(request_id)
-            if request is not None:
-                self._scheduler.remove(request)
-                self.ended(request, FinishReason.ABORT)
-                self._end_untold(request.client_index, request_id)
-            elif (session := self._sessions.close(request_id)) is not None:
-                self._end_untold(session.client_index, request_id)
-
-    def abort_all(self) -> None:
-        """Drop all requests and sessions, and tell their clients."""
-        ended: dict[int, list[str]] = {}
-        for request in self._scheduler.unfinished():
-            self._scheduler.remove(request)
-            self.ended(request, FinishReason.ABORT)
-            ended.setdefault(request.client_index, []).append(request.request_id)
-        for request_id, session in self._sessions.close_all():
-            ended.setdefault(session.client_index, []).append(request_id)
-        for client_index, request_ids in ended.items():
-            self._answers.finish(client_index, request_ids, FinishReason.ABORT)
-
-    def _end_untold(self, client_index: int, request_id: str) -> None:
-        if self._tells_ends:
-            self._untold.setdefault(client_index, []).append(request_id)
-
-    def take_untold(self) -> dict[int, list[str]]:
-        """Give up the ids, by client, of requests that ended without an output."""
-        untold = self._untold
-        if untold:
-            self._untold = {}
-        return untold
 
 
 class MockEngine:
@@ -416,34 +278,30 @@ class MockEngine:
     ) -> None:
         self.config = config
         self.engine_index = engine_index
-        self.has_work = False
-        """Whether to call `step`. It may turn out that nothing was to be done."""
-        self.journal = Journal(config.log_requests)
+        self.events = EventLog(config.log_requests)
+        self.step_count = 0
+        """Steps made since the start."""
         self._client_count = client_count
         self._has_coordinator = has_coordinator
         source = TokenSource(config.vocab_size)
+        self._factory = RequestFactory(engine_index, config, source)
         self._scheduler = Scheduler(config, source, client_count, fast_path=fast_path)
-        self._answers = Answers(engine_index)
-        self._utilities = Utilities(self, config)
-        self._pause = self._utilities.pause
-        self._sessions = Sessions()
-        self._intake = Intake(
-            admission=Admission(engine_index, config, source),
-            scheduler=self._scheduler,
-            sessions=self._sessions,
-            answers=self._answers,
-            journal=self.journal,
-            pause=self._pause,
-            chunk_size=config.output_token_chunk_size,
-            tells_ends=has_coordinator,
-        )
+        self._control = EngineControl(config)
+        self._template = MessageTemplate(engine_index, self._control.weight_version)
+        self._replies = Replies(engine_index)
+        self._sessions: dict[str, Session] = {}
+        # By client, requests that ended without an output. As upstream, ``finished_requests`` names
+        # them only where there is a coordinator: a client that balances its load by the counts of
+        # one also counts by these ids what it has in flight.
+        self._silently_finished: dict[int, list[str]] = {}
         self._load = LoadReporter()
         self._wave = Wave(engine_index) if config.lockstep and has_coordinator else None
+        self._clock = StepClock(config.step_interval)
+        self._held: frozenset[int] = frozenset()
+        self._has_work = False  # it may turn out that nothing is to be done
         self._is_steady = False  # until a message comes, steps make tokens and nothing else
         self._is_shutting_down = False
-        self._step_count = 0
         self._stepped_at = -math.inf
-        self.weight_version = "default"
 
     # Messages -----------------------------------------------------------------------------------
 
@@ -453,86 +311,220 @@ class MockEngine:
         try:
             message = decode_engine_message(frames)
         except DecodeError as error:
-            self._undecodable(error)
-        else:
-            match message:
-                case EngineCoreRequest():
-                    self._add(message)
-                case AbortRequests():
-                    self._intake.abort(message.request_ids)
-                case UtilityRequest():
-                    self._call(message)
-                case StartDpWave():
-                    self._start_wave(message)
-        return self._answers.take()
+            return self._refuse_undecodable(error, now)
+        match message:
+            case EngineCoreRequest():
+                return self._add(message, now)
+            case AbortRequests():
+                return self._abort(message.request_ids, now)
+            case UtilityRequest():
+                return self._call(message, now)
+            case StartDpWave():
+                self._start_wave(message)
+        return []
 
     def _begin(self, now: float) -> None:
-        self._answers.now = now
-        self._is_steady, self.has_work = False, True
+        if not self._has_work:
+            self._clock.begin(now)
+        self._is_steady, self._has_work = False, True
 
-    def _undecodable(self, error: DecodeError) -> None:
+    def _refuse_undecodable(self, error: DecodeError, now: float) -> list[Outgoing]:
         request_id = error.request_id
         if request_id is None:
-            self.journal.ignored(str(error))
-            return
-        is_new = self._scheduler.get(request_id) is None and self._sessions.get(request_id) is None
-        self.journal.refused(request_id, str(error), answered=is_new)
-        if is_new:
-            # Whose request it is stands in a field that may be broken too. To the other clients
-            # the id is unknown, so that they ignore the answer.
-            refusal = Refusal(f"the request cannot be read: {error.where} {error.reason}")
-            for client_index in range(self._client_count):
-                self._answers.refuse(client_index, request_id, refusal)
+            self.events.ignored(str(error))
+            return []
+        is_new = self._scheduler.get(request_id) is None and request_id not in self._sessions
+        self.events.refused(request_id, str(error), answered=is_new)
+        if not is_new:
+            return []
+        # Whose request it is stands in a field that may be broken too. To the other clients the id
+        # is unknown, so that they ignore the answer.
+        refusal = Refusal(f"the request cannot be read: {error.where} {error.reason}")
+        return [
+            self._replies.refused(client_index, request_id, refusal, now)
+            for client_index in range(self._client_count)
+        ]
 
     def _is_reachable(self, client_index: int, what: str) -> bool:
         if client_index < self._client_count:
             return True
         clients = f"there are {self._client_count} clients"
-        self.journal.ignored(f"{what} is for client {client_index}, but {clients}")
+        self.events.ignored(f"{what} is for client {client_index}, but {clients}")
         return False
-
-    def _add(self, wire: EngineCoreRequest) -> None:
-        if not self._is_reachable(wire.client_index, f"request {wire.request_id!r}"):
-            return
-        if self._is_shutting_down:
-            self._answers.finish(wire.client_index, [wire.request_id], FinishReason.ABORT)
-        elif self._intake.add(wire):
-            if wire.lora_request is not None:
-                self._utilities.use_adapter(wire.lora_request.lora_int_id)
-            if self._wave is not None:
-                wave = self._wave.request_came(wire.current_wave, paused=self._pause.is_paused)
-                if wave is not None:
-                    self._answers.wave(start_wave=wave)
-
-    def _call(self, request: UtilityRequest) -> None:
-        if not self._is_reachable(request.client_index, f"utility call {request.method!r}"):
-            return
-        if self._is_shutting_down:
-            output = Utilities.refuse(request, "Server shutting down")
-            self._answers.utility(request.client_index, output)
-        elif (answer := self._utilities.call(request)) is not None:
-            self._answers.utility(request.client_index, answer)
 
     def shut_down(self, now: float, *, drain: bool) -> list[Outgoing]:
         """From now on refuse everything; abort what there is, unless it may ``drain``."""
         self._begin(now)
         self._is_shutting_down = True
-        if not drain:
-            self.abort_all()
-        return self._answers.take()
+        return [] if drain else self._abort_all(now)
 
-    # What utility calls see and do --------------------------------------------------------------
+    # Requests coming ----------------------------------------------------------------------------
+
+    def _add(self, wire: EngineCoreRequest, now: float) -> list[Outgoing]:
+        if not self._is_reachable(wire.client_index, f"request {wire.request_id!r}"):
+            return []
+        if self._is_shutting_down:
+            return [
+                self._replies.ended(wire.client_index, [wire.request_id], FinishReason.ABORT, now)
+            ]
+        replies: list[Outgoing] = []
+        if not self._take_in(wire, now, replies):
+            return replies
+        if wire.lora_request is not None:
+            self._control.use_adapter(wire.lora_request.lora_int_id)
+        if self._wave is not None:
+            is_paused = self._control.pause.is_paused
+            wave = self._wave.request_came(wire.current_wave, paused=is_paused)
+            if wave is not None:
+                replies.append(self._replies.wave(now, start_wave=wave))
+        return replies
+
+    def _take_in(self, wire: EngineCoreRequest, now: float, replies: list[Outgoing]) -> bool:
+        """Start, queue or refuse a request; whether it was taken."""
+        session = self._sessions.get(wire.request_id)
+        running = self._scheduler.get(wire.request_id)
+        if running is not None:
+            if session is None:
+                self._refuse_duplicate(wire, running, now, replies)
+                return False
+            session.queue.append(wire)
+            return True
+        if session is None:
+            if self._control.pause.refuses and not wire.abort_immediately:
+                self._refuse(wire, PAUSED, now, replies)
+                return False
+            if wire.resumable:
+                session = self._sessions[wire.request_id] = Session(wire.client_index)
+        elif not wire.resumable:
+            del self._sessions[wire.request_id]
+            self._finish_silently(wire.client_index, wire.request_id)
+            return True
+        return self._start(wire, session.emitted if session is not None else 0, now, replies)
+
+    def _refuse_duplicate(
+        self, wire: EngineCoreRequest, running: Request, now: float, replies: list[Outgoing]
+    ) -> None:
+        # An answer to the same client would be taken for one to the request that is running, and
+        # end that.
+        is_elsewhere = wire.client_index != running.client_index
+        self.events.refused(wire.request_id, DUPLICATE.message, answered=is_elsewhere)
+        if is_elsewhere:
+            replies.append(
+                self._replies.refused(wire.client_index, wire.request_id, DUPLICATE, now)
+            )
+
+    def _refuse(
+        self, wire: EngineCoreRequest, refusal: Refusal, now: float, replies: list[Outgoing]
+    ) -> None:
+        self.events.refused(wire.request_id, refusal.message)
+        replies.append(self._replies.refused(wire.client_index, wire.request_id, refusal, now))
+
+    def _start(
+        self, wire: EngineCoreRequest, emitted: int, now: float, replies: list[Outgoing]
+    ) -> bool:
+        request = self._factory.make(wire, emitted)
+        if isinstance(request, Refusal):
+            self._sessions.pop(wire.request_id, None)
+            self._refuse(wire, request, now, replies)
+            return False
+        client_index, request_id = request.client_index, request.request_id
+        self.events.started(request, self.config.output_token_chunk_size, now)
+        if wire.abort_immediately:
+            self._account_for(request, FinishReason.ABORT)
+            self._finish_silently(client_index, request_id)
+        elif request.end == emitted and not request.is_pooling:
+            reason = request.finish_reason
+            replies.append(self._replies.ended(client_index, [request_id], reason, now))
+            self._account_for(request, reason)
+        else:
+            self._scheduler.add(request, now)
+        return True
+
+    # Requests going -----------------------------------------------------------------------------
+
+    def _ended(self, request: Request, reason: FinishReason, now: float) -> list[Outgoing]:
+        """Account for a request that the scheduler has forgotten; its session may go on."""
+        session = self._sessions.get(request.request_id)
+        self._account_for(request, reason)
+        replies: list[Outgoing] = []
+        if session is None or reason is FinishReason.ABORT:
+            return replies
+        # Chunks may end as soon as they start. What follows the end of the session is no chunk.
+        while session.queue and not self._is_busy(session, request.request_id):
+            self._take_in(session.queue.popleft(), now, replies)
+        return replies
+
+    def _account_for(self, request: Request, reason: FinishReason) -> None:
+        self.events.ended(request, reason)
+        if reason is FinishReason.ABORT:
+            self._sessions.pop(request.request_id, None)
+        elif (session := self._sessions.get(request.request_id)) is not None:
+            session.emitted = request.emitted
+
+    def _is_busy(self, session: Session, request_id: str) -> bool:
+        is_open = self._sessions.get(request_id) is session
+        return is_open and self._scheduler.get(request_id) is not None
+
+    def _abort(self, request_ids: Iterable[str], now: float) -> list[Outgoing]:
+        """Drop these requests without an answer; unknown ids do not matter."""
+        replies: list[Outgoing] = []
+        for request_id in request_ids:
+            request = self._scheduler.get(request_id)
+            if request is not None:
+                self._scheduler.remove(request)
+                replies += self._ended(request, FinishReason.ABORT, now)
+                self._finish_silently(request.client_index, request_id)
+            elif (session := self._sessions.pop(request_id, None)) is not None:
+                self._finish_silently(session.client_index, request_id)
+        return replies
+
+    def _abort_all(self, now: float) -> list[Outgoing]:
+        """Drop all requests and sessions, and tell their clients."""
+        aborted: dict[int, list[str]] = {}
+        replies: list[Outgoing] = []
+        for request in self._scheduler.unfinished():
+            self._scheduler.remove(request)
+            replies += self._ended(request, FinishReason.ABORT, now)
+            aborted.setdefault(request.client_index, []).append(request.request_id)
+        for request_id, session in self._sessions.items():
+            aborted.setdefault(session.client_index, []).append(request_id)
+        self._sessions.clear()
+        for client_index, request_ids in aborted.items():
+            reply = self._replies.ended(client_index, request_ids, FinishReason.ABORT, now)
+            replies.append(reply)
+        return replies
+
+    def _finish_silently(self, client_index: int, request_id: str) -> None:
+        if self._has_coordinator:
+            self._silently_finished.setdefault(client_index, []).append(request_id)
+
+    # Utility calls ------------------------------------------------------------------------------
+
+    def _call(self, request: UtilityRequest, now: float) -> list[Outgoing]:
+        if not self._is_reachable(request.client_index, f"utility call {request.method!r}"):
+            return []
+        if self._is_shutting_down:
+            output = self._control.refuse(request, "Server shutting down")
+            return [self._replies.utility(request.client_index, output, now)]
+        outcome = self._control.call(request, self.counts)
+        replies: list[Outgoing] = []
+        if outcome.action is RequestAction.ABORT_ALL:
+            replies += self._abort_all(now)
+        elif outcome.action is RequestAction.PREEMPT_ALL:
+            self._scheduler.preempt_all(now)
+        if outcome.output is not None:
+            replies.append(self._replies.utility(request.client_index, outcome.output, now))
+        if self._template.weight_version != self._control.weight_version:
+            self._template = MessageTemplate(self.engine_index, self._control.weight_version)
+            self._scheduler.forget_messages()
+        return replies
+
+    # Steps --------------------------------------------------------------------------------------
 
     @property
-    def weight_version(self) -> str:
-        """Which weights the tokens come from; stands in every message of a step."""
-        return self._weight_version
-
-    @weight_version.setter
-    def weight_version(self, version: str) -> None:
-        self._weight_version = version
-        self._envelope = Envelope(self.engine_index, version)
-        self._scheduler.forget_messages()
+    def counts(self) -> Counts:
+        """Requests running and waiting."""
+        return self._scheduler.counts
 
     @property
     def has_unfinished(self) -> bool:
@@ -540,102 +532,126 @@ class MockEngine:
         return any(self._scheduler.counts)
 
     @property
-    def has_running(self) -> bool:
-        """Whether requests are running."""
-        return self._scheduler.counts[0] > 0
-
-    def abort_all(self) -> None:
-        """End all requests and tell their clients."""
-        self._intake.abort_all()
-
-    def preempt_all(self) -> None:
-        """Put all running requests back into the queue."""
-        self._scheduler.preempt_all(self._answers.now)
-
-    # Steps --------------------------------------------------------------------------------------
-
-    @property
     def summary(self) -> Summary:
         """Counts since the start."""
-        self.journal.summary.tokens = self._scheduler.tokens_made
-        self.journal.summary.end = self._stepped_at
-        return self.journal.summary
+        self.events.summary.tokens = self._scheduler.tokens_made
+        self.events.summary.end = self._stepped_at
+        return self.events.summary
+
+    def next_step_time(self, now: float) -> float | None:
+        """When the next step is due, which may be before ``now``; None until a message comes."""
+        return self._clock.due(now) if self._has_work else None
+
+    def hold_clients(self, held: frozenset[int], now: float) -> None:
+        """Make no output for these clients, or for `COORDINATOR`, until the next call.
+
+        Their requests stand still, and what they ask for is answered all the same.
+        """
+        self._begin(now)
+        self._held = held
+        self._scheduler.hold(held)
 
     def step(self, now: float) -> list[Outgoing]:
         """Make a step, if there is something to step; give what to send."""
-        self._step_count += 1
+        self.step_count += 1
         self._stepped_at = now
         if self._is_steady:
-            messages = self._scheduler.steady_step(self._envelope, now)
+            messages = self._scheduler.steady_step(self._template, now)
             if messages is not None:
+                if self._clock.interval:
+                    self._clock.stepped(now)
                 return messages
-        self._answers.now = now
-        drafts: defaultdict[int, Draft] = defaultdict(Draft)
-        if self._pause.is_stepping:
-            self._step_requests(drafts, now)
-        for client_index, request_ids in self._intake.take_untold().items():
-            drafts[client_index].finished += request_ids
-        messages = self._seal(drafts, now)
-        if self._utilities.has_deferred and not self.has_running:
-            for client_index, output in self._utilities.overdue():
-                self._answers.utility(client_index, output)
-        self._report_to_coordinator(now)
+        builders: defaultdict[int, MessageBuilder] = defaultdict(MessageBuilder)
+        replies: list[Outgoing] = []
+        if self._control.pause.is_stepping:
+            replies = self._step_requests(builders, now)
+        if self._silently_finished:
+            self._name_silently_finished(builders)
+        messages = self._messages_of(builders, now)
+        messages += replies
+        if self._control.has_deferred and not self.counts[0]:
+            messages += [
+                self._replies.utility(client_index, output, now)
+                for client_index, output in self._control.pop_overdue()
+            ]
+        if self._has_coordinator:
+            messages += self._report_to_coordinator(now)
+        if builders or self.counts[0]:
+            self._clock.stepped(now)
         self._settle()
-        return messages + self._answers.take()
+        return messages
 
     def steps(self, now: float, limit: int) -> list[Outgoing]:
-        """Make several steps, ``limit`` at most, or just one if that is eventful."""
-        if self._is_steady and limit > 1:
-            made = self._scheduler.steady_steps(self._envelope, now, limit)
+        """Make several steps, ``limit`` at most, or just one if that is eventful or others wait."""
+        if self._is_steady and limit > 1 and not self._clock.interval:
+            made = self._scheduler.steady_steps(self._template, now, limit)
             if made is not None:
                 count, messages = made
-                self._step_count += count
+                self.step_count += count
                 self._stepped_at = now
                 return messages
         return self.step(now)
 
-    def _step_requests(self, drafts: defaultdict[int, Draft], now: float) -> None:
-        joined, finished = self._scheduler.step(
-            now, drafts.__getitem__, admit=not self._pause.is_paused
+    def _step_requests(
+        self, builders: defaultdict[int, MessageBuilder], now: float
+    ) -> list[Outgoing]:
+        started, finished = self._scheduler.step(
+            now, builders.__getitem__, admit=not self._control.pause.is_paused
         )
-        for request in joined:
+        for request in started:
             self._load.prefilled(request.prompt_len)
+        replies: list[Outgoing] = []
         for request in finished:
-            self._intake.ended(request, request.finish_reason)
+            replies += self._ended(request, request.finish_reason, now)
+        return replies
 
-    def _seal(self, drafts: dict[int, Draft], now: float) -> list[Outgoing]:
-        counts = self._scheduler.counts
+    def _name_silently_finished(self, builders: defaultdict[int, MessageBuilder]) -> None:
+        for client_index in self._silently_finished.keys() - self._held:
+            builders[client_index].finished += self._silently_finished.pop(client_index)
+
+    def _messages_of(
+        self, builders: defaultdict[int, MessageBuilder], now: float
+    ) -> list[Outgoing]:
+        counts = self.counts
         stats = NIL
-        if self._load.is_news(counts):
-            stats = self._load.tell(counts, *self._wave_progress())
-            if not drafts:
-                drafts[0] = Draft()
+        if self._load.has_changed(counts):
+            reachable = set(range(self._client_count)) - self._held
+            if builders or reachable:
+                stats = self._load.tell(counts, *self._wave_progress())
+                if not builders:
+                    builders[min(reachable)] = MessageBuilder()
         messages: list[Outgoing] = []
-        for client_index, draft in sorted(drafts.items()):
-            messages.append((client_index, self._envelope.seal(draft, stats, now)))
+        for client_index, builder in sorted(builders.items()):
+            messages.append((client_index, self._template.build(builder, stats, now)))
             stats = NIL  # once is enough
         return messages
 
     def _settle(self) -> None:
         """Work out whether there is more to do, and whether that is tokens and nothing else."""
-        running, waiting = counts = self._scheduler.counts
-        can_run = self._pause.is_stepping and running > 0
-        can_start = not self._pause.is_paused and waiting > 0
-        is_untold = self._has_coordinator and self._load.is_news_to_coordinator(counts)
-        self._is_steady = can_run and not (can_start or is_untold) and self._scheduler.is_all_fast
-        self.has_work = can_run or can_start or is_untold
+        pause, scheduler = self._control.pause, self._scheduler
+        can_run = pause.is_stepping and scheduler.can_step
+        can_start = not pause.is_paused and scheduler.can_start
+        is_untold = self._has_news_for_coordinator
+        self._is_steady = can_run and not (can_start or is_untold) and scheduler.is_all_fast
+        self._has_work = can_run or can_start or is_untold
 
     # Data parallelism ---------------------------------------------------------------------------
 
     def _wave_progress(self) -> tuple[int, int]:
         """The step and the wave, which mean something only in lockstep."""
-        return (self._step_count, self._wave.current) if self._wave is not None else (0, 0)
+        return (self.step_count, self._wave.current) if self._wave is not None else (0, 0)
 
-    def _report_to_coordinator(self, now: float) -> None:
-        counts = self._scheduler.counts
-        if self._has_coordinator and self._load.is_due_to_coordinator(counts, now):
-            self._answers.load(counts, *self._wave_progress())
-            self._load.told_coordinator(counts, now)
+    @property
+    def _has_news_for_coordinator(self) -> bool:
+        is_reachable = self._has_coordinator and COORDINATOR not in self._held
+        return is_reachable and self._load.has_changed_for_coordinator(self.counts)
+
+    def _report_to_coordinator(self, now: float) -> list[Outgoing]:
+        counts = self.counts
+        if not (self._has_news_for_coordinator and self._load.is_due_to_coordinator(counts, now)):
+            return []
+        self._load.told_coordinator(counts, now)
+        return [self._replies.load(counts, *self._wave_progress(), now)]
 
     def start_wave(self, notice: StartDpWave, now: float) -> None:
         """The coordinator starts a wave; engines of a dense model have none."""
@@ -644,8 +660,8 @@ class MockEngine:
 
     def _start_wave(self, notice: StartDpWave) -> None:
         if self._wave is None:
-            self.journal.ignored("START_DP_WAVE is for engines that run in lockstep")
-        elif not self._pause.is_paused:
+            self.events.ignored("START_DP_WAVE is for engines that run in lockstep")
+        elif not self._control.pause.is_paused:
             self._wave.start(notice)
 
     @property
@@ -657,8 +673,5 @@ class MockEngine:
         """All engines are out of work; the first one tells the coordinator."""
         if self._wave is None:
             return []
-        self._answers.now = now
         wave = self._wave.complete()
-        if self.engine_index == 0:
-            self._answers.wave(wave_complete=wave)
-        return self._answers.take()
+        return [self._replies.wave(now, wave_complete=wave)] if self.engine_index == 0 else []

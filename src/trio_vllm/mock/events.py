@@ -1,20 +1,13 @@
-"""What a mock engine has done, for logs and summaries."""
+"""`EventLog` and `Summary`: what a mock engine has done, for log lines and the command's last one."""
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, assert_never
 
 import attrs
 
+from trio_vllm.mock.request import Request
 from trio_vllm.protocol import FinishReason
-
-if TYPE_CHECKING:
-    from trio_vllm.mock.request import Request
-
-# MERGED mock/_log: Log lines for operators.
 
 
 @attrs.frozen
@@ -54,7 +47,7 @@ class MessageIgnored:
     reason: str
 
 
-JournalEntry = RequestStarted | RequestFinished | RequestRefused | MessageIgnored
+LogEntry = RequestStarted | RequestFinished | RequestRefused | MessageIgnored
 
 
 @attrs.define
@@ -93,16 +86,16 @@ class Summary:
 
 
 @attrs.define
-class Journal:
-    """Notes of one engine, until somebody takes them."""
+class EventLog:
+    """Counts what one engine does, and keeps entries of it until they are fetched."""
 
     _log_requests: bool
-    """Whether requests that start and end are noted one by one; faults always are."""
+    """Whether each request that starts or ends makes an entry; faults always do."""
     summary: Summary = attrs.field(factory=Summary, init=False)
-    _entries: list[JournalEntry] = attrs.field(factory=list, init=False)
+    _entries: list[LogEntry] = attrs.field(factory=list, init=False)
 
-    def take(self) -> list[JournalEntry]:
-        """Give up all entries."""
+    def pop_entries(self) -> list[LogEntry]:
+        """Return all entries and forget them."""
         entries = self._entries
         if entries:
             self._entries = []
@@ -119,7 +112,7 @@ class Journal:
             self._entries.append(entry)
 
     def ended(self, request: Request, reason: FinishReason) -> None:
-        """A request is over; what it has ``emitted`` is up to date."""
+        """A request is over and in no batch any more."""
         if reason is FinishReason.ABORT:
             self.summary.aborted += 1
         else:
@@ -137,52 +130,3 @@ class Journal:
         """A message led to nothing."""
         self.summary.errors += 1
         self._entries.append(MessageIgnored(reason))
-
-
-log = logging.getLogger("trio_vllm.mock")
-
-
-def log_entries(engine_index: int, entries: Iterable[JournalEntry]) -> None:
-    """A line for each: requests that come and go at info level, faults as warnings."""
-    for entry in entries:
-        match entry:
-            case RequestStarted():
-                log.info(
-                    "engine %d: request started request_id=%s prompt_len=%d max_tokens=%d"
-                    " chunk_size=%d",
-                    engine_index,
-                    shown(entry.request_id),
-                    entry.prompt_len,
-                    entry.max_tokens,
-                    entry.chunk_size,
-                )
-            case RequestFinished():
-                aborted = entry.finish_reason is FinishReason.ABORT
-                log.info(
-                    "engine %d: request %s request_id=%s prompt_len=%d output_tokens=%d"
-                    " finish_reason=%s",
-                    engine_index,
-                    "aborted" if aborted else "finished",
-                    shown(entry.request_id),
-                    entry.prompt_len,
-                    entry.output_tokens,
-                    entry.finish_reason,
-                )
-            case RequestRefused():
-                log.warning(
-                    "engine %d: request refused request_id=%s answered=%s: %s",
-                    engine_index,
-                    shown(entry.request_id),
-                    "yes" if entry.answered else "no",
-                    entry.reason,
-                )
-            case MessageIgnored():
-                log.warning("engine %d: message ignored: %s", engine_index, entry.reason)
-            case _:
-                assert_never(entry)
-
-
-def shown(request_id: str) -> str:
-    """A request id that keeps to its place in a line, whatever a frontend made of it."""
-    text = request_id if len(request_id) <= 200 else f"{request_id[:200]}..."
-    return text if text.isprintable() and " " not in text and text else repr(text)

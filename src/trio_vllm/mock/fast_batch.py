@@ -1,59 +1,77 @@
-"""Rows of the fast path that are equally long, ready to be sent.
+"""`FastBatch`: the requests that want nothing but tokens, kept as encoded rows.
 
-A shelf keeps the encoded rows of its requests one behind the other in one array, and beside it the
-tokens of some steps to come, drawn for all rows at once. A step copies one column of the tokens into
-the rows; nothing is done per row, let alone per token, in Python. Rows of equal length make adding
-one an append and removing one a move of the last into the gap.
+When each request ends is known from the start. A step in which none comes or goes is *steady*: it
+copies token bytes into encoded rows (`RowBlock`) and joins the rows of each client (`ClientBatch`)
+into one message. Nothing is done per row, let alone per token, in Python.
+
+`PlainBatch` makes the same outputs one by one; a property test holds the two against each other.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import attrs
 import numpy as np
 
-from trio_vllm.mock.content import U64
-from trio_vllm.mock.encoding import NIL, Draft, Envelope, TokenCells, pack_double, pack_str, row
+from trio_vllm.mock.config import MockEngineConfig
+from trio_vllm.mock.content import U64, TokenSource
+from trio_vllm.mock.encoding import (
+    NIL,
+    MessageBuilder,
+    MessageTemplate,
+    Outgoing,
+    TokenCells,
+    pack_double,
+    pack_str,
+    row,
+)
+from trio_vllm.mock.request import Request
 from trio_vllm.protocol import Buffer
-
-if TYPE_CHECKING:
-    from trio_vllm.mock.config import MockEngineConfig
-    from trio_vllm.mock.content import TokenSource
-    from trio_vllm.mock.encoding import Outgoing
-    from trio_vllm.mock.request import Request
-
-# MERGED mock/_engine/_decode_batch: The fast path: requests that want nothing but tokens.
-#
-# When each of them ends is known from the start, so a step in which nobody comes or goes costs a copy
-# of token bytes into encoded rows (`Shelf`) and one concatenation per client.
-
 
 FIRST_CAPACITY = 4
 FIRST_WIDTH = 16
 """Steps drawn ahead while requests come and go; what is drawn for one that leaves is wasted."""
 MAX_WIDTH = 512
 TOKENS_AHEAD = 32_768
-"""How many tokens a shelf whose requests stay draws ahead for all of them together."""
+"""How many tokens a block whose requests stay draws ahead for all of them together."""
 
 
-class Shelf:
-    """Encoded rows of one length, with the tokens of the next steps."""
+@attrs.define(eq=False)
+class Member:
+    """A request in the batch, and its place there; steps are those of its client."""
+
+    request: Request
+    block: RowBlock
+    slot: int
+    joined_step: int = 0
+    final_step: int = 0
+
+
+class RowBlock:
+    """Encoded rows of one length, with the tokens of the next steps.
+
+    The rows stand one behind the other in one array, so that all of them are one buffer for the
+    message, and the token ids in them are one strided view. Beside them are the tokens of the steps
+    to come, drawn for all rows at once: one call of numpy draws many steps for little more than one.
+    A step copies one column of them into the view. Since rows have one length, a new one is
+    appended, and the last one moves into the place of one that leaves.
+    """
 
     def __init__(
         self, row_length: int, cells: TokenCells, chunk_size: int, source: TokenSource
     ) -> None:
         self.count = 0
-        self.members: list[Request] = []
-        """By slot; each also knows its own slot."""
+        self.members: list[Member] = []
+        """By slot."""
         self._row_length = row_length
         self._cells = cells
         self._chunk_size = chunk_size
         self._source = source
         self._width = FIRST_WIDTH
         self._column = 0  # the next step's
-        self._is_stable = False  # nobody came or went since the last refill
+        self._is_stable = False  # no row came or went since the last refill
         self._columns: Iterator[np.ndarray[Any, Any]] = iter(())
         self._allocate(FIRST_CAPACITY)
 
@@ -70,7 +88,7 @@ class Shelf:
         self._keys: U64 = np.zeros(capacity, np.uint64)
         self._firsts: U64 = np.zeros(capacity, np.uint64)  # position of the tokens in column 0
         self._allocate_ahead()
-        self._look_at_tokens()
+        self._map_token_view()
 
     def _allocate_ahead(self) -> None:
         self._ahead = np.zeros((self.capacity, *self._per_row()), self._cells.dtype)
@@ -79,8 +97,8 @@ class Shelf:
         # one dimension less for single tokens: numpy copies that twice as fast
         return (self._width,) if self._chunk_size == 1 else (self._width, self._chunk_size)
 
-    def _look_at_tokens(self) -> None:
-        """Make `_tokens` the view of all token ids that stand in the rows."""
+    def _map_token_view(self) -> None:
+        """Make `_tokens` a view of all token ids in the rows."""
         mark, stride = len(self._cells.mark), self._row_length
         offset = self._offset = stride - self._chunk_size * self._cells.width + mark
         one = self._chunk_size == 1
@@ -139,7 +157,7 @@ class Shelf:
             out[...] = flat.reshape(out.shape)
 
     def view(self) -> memoryview:
-        """The rows as they are to be sent; valid until the next change of the shelf."""
+        """The rows as they are to be sent; valid until the next change of the block."""
         return self._rows[: self.count].reshape(-1).data
 
     def messages(self, head: bytes, tail: bytes, limit: int) -> list[bytes]:
@@ -174,13 +192,13 @@ class Shelf:
 
     # Members ------------------------------------------------------------------------------------
 
-    def add(self, requests: Sequence[Request], rows: Sequence[bytes]) -> None:
+    def add(self, members: Sequence[Member], rows: Sequence[bytes]) -> None:
         """Put rows at the end, with their tokens of the step that was advanced to.
 
         ``rows`` are blank; the requests go on from the tokens that they have ``emitted``.
         """
         start = self.count
-        stop = start + len(requests)
+        stop = start + len(members)
         if not start:
             self._width, self._column, self._is_stable = min(self._width, FIRST_WIDTH), 1, False
             if self._ahead.shape[1] != self._width:
@@ -191,28 +209,27 @@ class Shelf:
         passed = column * self._chunk_size
         blank = np.frombuffer(b"".join(rows), np.uint8)
         self._rows[start:stop] = blank.reshape(-1, self._row_length)
-        self._keys[start:stop] = [request.key for request in requests]
-        firsts = [(request.emitted - passed) % 2**64 for request in requests]
+        self._keys[start:stop] = [member.request.key for member in members]
+        firsts = [(member.request.emitted - passed) % 2**64 for member in members]
         self._firsts[start:stop] = firsts
         self._draw(start, stop, column)
         self._tokens[start:stop] = self._ahead[start:stop, column]
-        for slot, request in enumerate(requests, start):
-            request.shelf, request.slot = self, slot
-        self.members += requests
+        for slot, member in enumerate(members, start):
+            member.slot = slot
+        self.members += members
         self.count = stop
         self._changed()
 
-    def remove(self, request: Request) -> None:
+    def remove(self, member: Member) -> None:
         """Take out a row; the last one moves to its place."""
         last = self.count - 1
-        slot = request.slot
+        slot = member.slot
         moved = self.members.pop()
         if slot != last:
             for array in (self._rows, self._keys, self._firsts, self._ahead):
                 array[slot] = array[last]
             self.members[slot] = moved
             moved.slot = slot
-        request.shelf = None
         self.count = last
         self._changed()
 
@@ -223,10 +240,10 @@ class Shelf:
 
 MAX_ROW_LENGTH = 4096
 """Longer rows, that is very long request ids or chunks, take the plain path."""
-SPARE_SHELVES = 8
-"""Empty shelves kept for requests to come."""
+SPARE_BLOCKS = 8
+"""Empty blocks kept for requests to come."""
 SPARE_ROWS = 1024
-"""An empty shelf with more members than this at its peak is not kept."""
+"""An empty block with more members than this at its peak is not kept."""
 
 SEVERAL_STEPS_SIZE = 4000
 """Bytes of rows. With more it is better to make one step after the other: several at once would ask
@@ -235,239 +252,265 @@ for more than 128 KiB, which malloc gets from the system anew each time; up to 7
 TWO_FIELDS = b"\x92"
 
 
-class Lane:
-    """The part of a batch that belongs to one client."""
+class ClientBatch:
+    """The requests of one client, with a count of steps of its own: others may be held meanwhile."""
 
-    def __init__(self, make_shelf: Callable[[int], Shelf]) -> None:
-        self._make_shelf = make_shelf
-        self._shelves: dict[int, Shelf] = {}  # by row length
-        self._occupied: list[Shelf] = []
-        self._steady: list[Buffer] | None = None  # the message of an undisturbed step, in parts
-        self.count = 0
-
-    @property
-    def size(self) -> int:
-        """Bytes of all rows."""
-        return sum(shelf.size for shelf in self._occupied)
-
-    def forget_message(self) -> None:
-        """The next steady step makes its message anew."""
-        self._steady = None
-
-    def advance(self) -> None:
-        """Give every request its next tokens."""
-        for shelf in self._occupied:
-            shelf.advance()
-
-    def steady_message(self, envelope: Envelope, now: float) -> bytes:
-        """Give every request its next tokens, and nothing else: the message of that."""
-        for shelf in self._occupied:
-            shelf.advance()
-        parts = self._steady
-        if parts is None:
-            views = [shelf.view() for shelf in self._occupied]
-            head, tail = envelope.start(self.count), envelope.end()
-            self._steady = parts = [head, *views, NIL, b"\xcb", b"", tail]
-        parts[-2] = pack_double(now)
-        return b"".join(parts)
-
-    def steady_messages(self, envelope: Envelope, now: float, count: int) -> list[bytes]:
-        """What `steady_message` would give, so many times."""
-        if len(self._occupied) > 1:
-            return [self.steady_message(envelope, now) for _ in range(count)]
-        (shelf,) = self._occupied
-        head = envelope.start(self.count)
-        tail = b"".join((NIL, b"\xcb", pack_double(now), envelope.end()))
-        messages: list[bytes] = []
-        while len(messages) < count:
-            messages += shelf.messages(head, tail, count - len(messages))
-        return messages
-
-    def views(self) -> Iterator[tuple[memoryview, int]]:
-        """All rows, piece by piece, and how many they are."""
-        for shelf in self._occupied:
-            if shelf.count:
-                yield shelf.view(), shelf.count
-
-    def join(self, rows: dict[int, list[tuple[Request, bytes]]]) -> None:
-        """Take in requests by row length; each row is blank."""
-        for length, entries in rows.items():
-            shelf = self._shelves.get(length)
-            if shelf is None:
-                shelf = self._shelves[length] = self._make_shelf(length)
-            shelf.add([request for request, _ in entries], [blank for _, blank in entries])
-            self.count += len(entries)
-
-    def leave(self, request: Request) -> None:
-        """Take out a request."""
-        if request.shelf is not None:
-            request.shelf.remove(request)
-            self.count -= 1
-
-    def tidy(self) -> None:
-        """Note which shelves are in use, to be called after changes."""
-        self._occupied = [shelf for shelf in self._shelves.values() if shelf.count]
-        self._steady = None
-        if len(self._shelves) - len(self._occupied) > SPARE_SHELVES:
-            self._shelves = {n: shelf for n, shelf in self._shelves.items() if shelf.count}
-        elif not self.count:
-            spare = [n for n, shelf in self._shelves.items() if shelf.capacity > SPARE_ROWS]
-            for length in spare:
-                del self._shelves[length]
-
-
-class DecodeBatch:
-    """The requests of one engine on the fast path."""
-
-    def __init__(self, config: MockEngineConfig, source: TokenSource, client_count: int) -> None:
+    def __init__(self, config: MockEngineConfig, source: TokenSource) -> None:
         self._source = source
         self._chunk_size = config.output_token_chunk_size
         self._cells = TokenCells.of(config.vocab_size)
         self._blank_tokens = self._cells.blank(self._chunk_size)
-        self._lanes = [Lane(self._make_shelf) for _ in range(client_count)]
-        self._finishing: dict[int, dict[str, Request]] = {}  # by step, by id
-        self._busy_lanes: list[tuple[int, Lane]] = []
-        self._size = 0  # bytes of their rows
-        self._step = 0  # the last one
-        self.count = 0
+        self._blocks: dict[int, RowBlock] = {}  # by row length
+        self._occupied: list[RowBlock] = []
+        self._steady: list[Buffer] | None = None  # the message of a steady step, in parts
+        self._members: dict[str, Member] = {}
+        self.finishing: dict[int, dict[str, Member]] = {}
+        """Members by their last step and their id."""
+        self.step_count = 0
         self.tokens_made = 0
+        self._tokens_per_step = 0
+        self.count = 0
+        """How many requests there are."""
+        self.size = 0
+        """Bytes of all rows."""
 
-    def _make_shelf(self, row_length: int) -> Shelf:
-        return Shelf(row_length, self._cells, self._chunk_size, self._source)
+    def forget_message(self) -> None:
+        """Make the next steady message anew."""
+        self._steady = None
 
-    def accepts(self, request: Request) -> bool:
-        """Whether a request can take this path."""
-        room = MAX_ROW_LENGTH - len(self._blank_tokens) - 8
-        return request.extras is None and len(request.request_id) * 4 < room
+    # Steady steps -------------------------------------------------------------------------------
 
-    def emitted(self, request: Request) -> int:
-        """How many tokens a member has got."""
-        return request.emitted + (self._step + 1 - request.joined_step) * self._chunk_size
+    @property
+    def steady_count(self) -> int:
+        """How many steady steps come next, before one in which a request ends."""
+        # Computed here, where steps are few: to keep it up to date would make every abort a search.
+        return min(self.finishing, default=0) - self.step_count - 1
 
-    def steady_step(self, envelope: Envelope, now: float) -> list[Outgoing] | None:
-        """The next step, if nobody ends in it: its messages."""
-        if self._step + 1 in self._finishing:
-            return None
-        self._step += 1
-        self.tokens_made += self.count * self._chunk_size
-        return [
-            (client_index, [lane.steady_message(envelope, now)])
-            for client_index, lane in self._busy_lanes
-        ]
+    def steady_message(self, template: MessageTemplate, now: float) -> bytes:
+        """Make a steady step; the message of it."""
+        self.step_count += 1
+        for block in self._occupied:
+            block.advance()
+        parts = self._steady
+        if parts is None:
+            views = [block.view() for block in self._occupied]
+            head, tail = template.start(self.count), template.end()
+            self._steady = parts = [head, *views, NIL, b"\xcb", b"", tail]
+        parts[-2] = pack_double(now)
+        self.tokens_made += self._tokens_per_step
+        return b"".join(parts)
 
-    def steady_steps(
-        self, envelope: Envelope, now: float, limit: int
-    ) -> tuple[int, list[Outgoing]] | None:
-        """The next steps until somebody ends, ``limit`` at most: how many, and their messages.
+    def steady_messages(self, template: MessageTemplate, now: float, count: int) -> list[bytes]:
+        """Make ``count`` steady steps; their messages."""
+        if len(self._occupied) > 1:
+            return [self.steady_message(template, now) for _ in range(count)]
+        (block,) = self._occupied
+        head = template.start(self.count)
+        tail = b"".join((NIL, b"\xcb", pack_double(now), template.end()))
+        messages: list[bytes] = []
+        while len(messages) < count:
+            messages += block.messages(head, tail, count - len(messages))
+        self.step_count += count
+        self.tokens_made += count * self._tokens_per_step
+        return messages
 
-        None if there are none, or if `steady_step` is as fast.
-        """
-        if self._size > SEVERAL_STEPS_SIZE:
-            return None
-        # Found here, where they are few: to know it always would make every abort a search.
-        next_end = min(self._finishing, default=0)
-        count = min(limit, next_end - self._step - 1)
-        if count < 1:
-            return None
-        self._step += count
-        self.tokens_made += count * self.count * self._chunk_size
-        return count, [
-            (client_index, [message])
-            for client_index, lane in self._busy_lanes
-            for message in lane.steady_messages(envelope, now, count)
-        ]
+    # Any step -----------------------------------------------------------------------------------
 
-    def step(self, joining: Iterable[Request], draft_for: Callable[[int], Draft]) -> list[Request]:
-        """The next step; who has finished."""
-        self._step += 1
-        for lane in self._lanes:
-            lane.advance()
-        finished = self._finish(draft_for)
-        for client_index, lane in self._busy_lanes:
-            for view, count in lane.views():
-                draft_for(client_index).add(view, count)
-                self.tokens_made += count * self._chunk_size
-        finished += self._join(joining, draft_for)
-        self._tidy(self._lanes)
+    def step(self, joining: Sequence[Request], builder: MessageBuilder) -> list[Request]:
+        """Make a step; gives the requests that have finished."""
+        self.step_count += 1
+        for block in self._occupied:
+            block.advance()
+        finished = self._finish(builder)
+        for block in self._occupied:
+            if block.count:
+                builder.add(block.view(), block.count)
+                self.tokens_made += block.count * self._chunk_size
+        if joining:
+            finished += self._join(joining, builder)
+        if joining or finished:
+            self._tidy()
         return finished
 
-    def _tidy(self, changed: Iterable[Lane]) -> None:
-        for lane in changed:
-            lane.tidy()
-        self._busy_lanes = [(i, lane) for i, lane in enumerate(self._lanes) if lane.count]
-        self._size = sum(lane.size for _, lane in self._busy_lanes)
-
-    def _finish(self, draft_for: Callable[[int], Draft]) -> list[Request]:
-        finishing = list(self._finishing.pop(self._step, {}).values())
-        for request in finishing:
-            draft, shelf = draft_for(request.client_index), request.shelf
-            assert shelf is not None
+    def _finish(self, builder: MessageBuilder) -> list[Request]:
+        finishing = list(self.finishing.pop(self.step_count, {}).values())
+        for member in finishing:
+            request = member.request
             count = request.end - request.emitted
-            count -= (self._step - request.joined_step) * self._chunk_size
-            id_and_tokens = shelf.row(request.slot)[1:]
+            count -= (self.step_count - member.joined_step) * self._chunk_size
+            id_and_tokens = member.block.row(member.slot)[1:]
             if count < self._chunk_size:
-                tokens = self._cells.pack(shelf.tokens(request.slot, count))
+                tokens = self._cells.pack(member.block.tokens(member.slot, count))
                 id_and_tokens = id_and_tokens[: -len(self._blank_tokens)] + tokens
-            self._lanes[request.client_index].leave(request)
-            self.count -= 1
-            self._answer_last(id_and_tokens, request, draft)
+            member.block.remove(member)
+            del self._members[request.request_id]
+            self._add_last_row(id_and_tokens, request, builder)
             self.tokens_made += count
-        return finishing
+        return [member.request for member in finishing]
 
-    def _answer_last(self, id_and_tokens: bytes, request: Request, draft: Draft) -> None:
-        draft.add(row(id_and_tokens, request, final=True))
-        draft.finished.append(request.request_id)
+    def _add_last_row(
+        self, id_and_tokens: bytes, request: Request, builder: MessageBuilder
+    ) -> None:
+        builder.add(row(id_and_tokens, request, final=True))
+        builder.finished.append(request.request_id)
         request.emitted = request.end
 
-    def _join(
-        self, requests: Iterable[Request], draft_for: Callable[[int], Draft]
-    ) -> list[Request]:
-        """Take in requests, with their first answers; who has finished already."""
+    def _join(self, requests: Iterable[Request], builder: MessageBuilder) -> list[Request]:
+        """Take in requests, with their first rows; gives those that have finished already."""
         finished: list[Request] = []
-        staying: dict[int, dict[int, list[tuple[Request, bytes]]]] = {}
+        staying: dict[int, list[tuple[Member, bytes]]] = {}
         for request in requests:
             head = pack_str(request.request_id)
             left = request.end - request.emitted
             if left <= self._chunk_size:
                 tokens = self._source.draw(request.key, request.emitted, left)
-                packed = head + self._cells.pack(tokens)
-                self._answer_last(packed, request, draft_for(request.client_index))
+                self._add_last_row(head + self._cells.pack(tokens), request, builder)
                 self.tokens_made += left
                 finished.append(request)
                 continue
             blank = b"".join((TWO_FIELDS, head, self._blank_tokens))
-            by_length = staying.setdefault(request.client_index, {})
-            by_length.setdefault(len(blank), []).append((request, blank))
-        for client_index, rows in staying.items():
-            self._lanes[client_index].join(rows)
-            for request, _ in itertools.chain.from_iterable(rows.values()):
-                self._answer_first(request, draft_for(client_index))
+            member = Member(request, self._block_of(len(blank)), 0)
+            staying.setdefault(len(blank), []).append((member, blank))
+        for length, entries in staying.items():
+            members = [member for member, _ in entries]
+            self._blocks[length].add(members, [blank for _, blank in entries])
+            for member in members:
+                self._add_first_row(member, builder)
         return finished
 
-    def _answer_first(self, request: Request, draft: Draft) -> None:
-        assert request.shelf is not None
-        draft.add(row(request.shelf.row(request.slot)[1:], request, final=False))
+    def _block_of(self, row_length: int) -> RowBlock:
+        block = self._blocks.get(row_length)
+        if block is None:
+            block = RowBlock(row_length, self._cells, self._chunk_size, self._source)
+            self._blocks[row_length] = block
+        return block
+
+    def _add_first_row(self, member: Member, builder: MessageBuilder) -> None:
+        request = member.request
+        builder.add(row(member.block.row(member.slot)[1:], request, final=False))
         request.events, request.is_prefilled = None, True
-        request.joined_step = self._step
+        member.joined_step = self.step_count
         left = request.end - request.emitted
-        request.final_step = self._step + (left - 1) // self._chunk_size
-        self._finishing.setdefault(request.final_step, {})[request.request_id] = request
-        self.count += 1
+        member.final_step = self.step_count + (left - 1) // self._chunk_size
+        self.finishing.setdefault(member.final_step, {})[request.request_id] = member
+        self._members[request.request_id] = member
         self.tokens_made += self._chunk_size
+
+    def remove(self, request_id: str) -> None:
+        """Take out a request before its end, with the tokens that it has got."""
+        member = self._members.pop(request_id)
+        steps = self.step_count + 1 - member.joined_step
+        member.request.emitted += steps * self._chunk_size
+        ending = self.finishing[member.final_step]
+        del ending[request_id]
+        if not ending:
+            del self.finishing[member.final_step]
+        member.block.remove(member)
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Find the blocks in use, after a change, and give up those that are too many."""
+        self._occupied = [block for block in self._blocks.values() if block.count]
+        self.count = len(self._members)
+        self.size = sum([block.size for block in self._occupied])
+        self._tokens_per_step = self.count * self._chunk_size
+        self._steady = None
+        if len(self._blocks) - len(self._occupied) > SPARE_BLOCKS:
+            self._blocks = {n: block for n, block in self._blocks.items() if block.count}
+        elif not self._members:
+            spare = [n for n, block in self._blocks.items() if block.capacity > SPARE_ROWS]
+            for length in spare:
+                del self._blocks[length]
+
+
+class FastBatch:
+    """The requests of one engine on the fast path, by client."""
+
+    def __init__(self, config: MockEngineConfig, source: TokenSource, client_count: int) -> None:
+        self._clients = [ClientBatch(config, source) for _ in range(client_count)]
+        self._held: frozenset[int] = frozenset()
+        self._active: list[tuple[int, ClientBatch]] = []  # that have requests and are not held
+        self._size = 0  # bytes of their rows
+        cells = TokenCells.of(config.vocab_size)
+        self._room = MAX_ROW_LENGTH - len(cells.blank(config.output_token_chunk_size)) - 8
+        self.count = 0
+        """Requests, those of held clients too."""
+        self.active_count = 0
+        """Requests that get tokens in the next step."""
+
+    @property
+    def tokens_made(self) -> int:
+        """How many tokens there have been in all."""
+        return sum(client.tokens_made for client in self._clients)
+
+    def accepts(self, request: Request) -> bool:
+        """Whether a request can take this path."""
+        return request.extras is None and len(request.request_id) * 4 < self._room
+
+    def steady_step(self, template: MessageTemplate, now: float) -> list[Outgoing] | None:
+        """Make the next step if it is steady; its messages, or None if it is not."""
+        for _, client in self._active:
+            if client.step_count + 1 in client.finishing:
+                return None
+        return [
+            (client_index, [client.steady_message(template, now)])
+            for client_index, client in self._active
+        ]
+
+    def steady_steps(
+        self, template: MessageTemplate, now: float, limit: int
+    ) -> tuple[int, list[Outgoing]] | None:
+        """Make the next steady steps, ``limit`` at most: how many, and their messages.
+
+        None if there are none, or if `steady_step` is as fast.
+        """
+        if self._size > SEVERAL_STEPS_SIZE:
+            return None
+        count = min(limit, *(client.steady_count for _, client in self._active))
+        if count < 1:
+            return None
+        return count, [
+            (client_index, [message])
+            for client_index, client in self._active
+            for message in client.steady_messages(template, now, count)
+        ]
+
+    def step(
+        self, joining: Sequence[Request], builder_for: Callable[[int], MessageBuilder]
+    ) -> list[Request]:
+        """Make the next step; gives the requests that have finished."""
+        by_client: dict[int, list[Request]] = {index: [] for index, _ in self._active}
+        for request in joining:
+            by_client.setdefault(request.client_index, []).append(request)
+        finished: list[Request] = []
+        for index, requests in by_client.items():
+            finished += self._clients[index].step(requests, builder_for(index))
+        if joining or finished:
+            self._tidy()
+        return finished
 
     def remove(self, request: Request) -> None:
         """Take out a member before its end, with the tokens that it has got."""
-        request.emitted = self.emitted(request)
-        ending = self._finishing[request.final_step]
-        del ending[request.request_id]
-        if not ending:
-            del self._finishing[request.final_step]
-        lane = self._lanes[request.client_index]
-        lane.leave(request)
-        self._tidy((lane,))
-        self.count -= 1
+        self._clients[request.client_index].remove(request.request_id)
+        self._tidy()
+
+    def hold(self, held: frozenset[int]) -> None:
+        """Give no tokens to the requests of these clients until the next call."""
+        self._held = held
+        self._tidy()
+
+    def _tidy(self) -> None:
+        self._active = []
+        self._size = self.active_count = self.count = 0
+        for index, client in enumerate(self._clients):
+            count = client.count
+            self.count += count
+            if count and index not in self._held:
+                self._active.append((index, client))
+                self._size += client.size
+                self.active_count += count
 
     def forget_messages(self) -> None:
-        """The envelope has changed."""
-        for lane in self._lanes:
-            lane.forget_message()
+        """Use another template from now on."""
+        for client in self._clients:
+            client.forget_message()

@@ -1,37 +1,61 @@
-"""The plain path: requests one by one, as objects.
+"""`PlainBatch`: the requests that want more than tokens, one by one, as objects.
 
-It is for requests that want more than tokens, and it is the measure of the fast path: what both can
-do they must do equally.
+It is the measure of the fast path, too: what both can do they must do equally.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 
-from trio_vllm.mock.content import LogprobModel, pool
+import attrs
+
+from trio_vllm.mock.config import MockEngineConfig
+from trio_vllm.mock.content import PER_TOKEN, LogprobModel, Pooler, TokenSource
+from trio_vllm.mock.encoding import MessageBuilder
 from trio_vllm.mock.request import Extras, Request
-from trio_vllm.protocol import EngineCoreEvent, EngineCoreOutput, FinishReason, PrefillStats
-
-if TYPE_CHECKING:
-    from trio_vllm.mock.config import MockEngineConfig
-    from trio_vllm.mock.content import TokenSource
-    from trio_vllm.mock.encoding import Draft
-
+from trio_vllm.protocol import EngineCoreEvent, EngineCoreOutput, FinishReason, PrefillStats, Tensor
 
 _NO_EXTRAS = Extras()
 
+SLICE_NUMBERS = 2**18
+"""Log probabilities and numbers of vectors made at a time, which takes some 5 ms."""
+ROW_COST, LOGPROBS_COST = 200, 1500
+"""To how many of them the making of a row comes, and of log probabilities for it."""
+
+
+@attrs.define(eq=False)
+class _Member:
+    """A request in the batch, and how far it has come there."""
+
+    request: Request
+    width: int
+    """Columns of log probabilities that it asks for."""
+    emitted: int
+    output: EngineCoreOutput
+    """Its next output, in which the prefill leaves what it makes."""
+    prefill: Iterator[int] | None
+    """Makes what is told of the prompt, in slices; yields how many numbers each has made."""
+
 
 class PlainBatch:
-    """The requests of one engine on the plain path."""
+    """The requests of one engine on the plain path.
+
+    Its steps are made in slices, each with messages of its own, where a request asks for so much
+    that a whole step would hold up everything else: rows of the one request in this slice, of the
+    next in another. A long prefill takes several steps, as chunked prefill does in real engines.
+    """
 
     def __init__(self, config: MockEngineConfig, source: TokenSource) -> None:
         self._source = source
         self._vocab_size = config.vocab_size
         self._chunk_size = config.output_token_chunk_size
-        self._embedding_size = config.embedding_size
+        self._pooler = Pooler(config.embedding_size, config.num_labels)
         self._logprobs = LogprobModel(config.vocab_size)
-        self._members: dict[str, Request] = {}
+        self._members: dict[str, _Member] = {}
+        self._round: deque[_Member] = deque()  # members that the step in hand has not come to
+        self._width = 0  # columns of log probabilities in the step in hand
+        self._held: frozenset[int] = frozenset()
         self.tokens_made = 0
 
     @property
@@ -39,84 +63,167 @@ class PlainBatch:
         """How many requests there are."""
         return len(self._members)
 
-    def step(self, joining: Iterable[Request], draft_for: Callable[[int], Draft]) -> list[Request]:
-        """The next step; who has finished."""
-        for request in joining:
-            self._members[request.request_id] = request
-        # A real engine computes log probabilities for the whole batch at once: all are as wide as
-        # the widest.
-        width = max(map(self._width, self._members.values()), default=0)
+    @property
+    def active_count(self) -> int:
+        """How many requests are in the next step."""
+        if not self._held:
+            return len(self._members)
+        return sum(m.request.client_index not in self._held for m in self._members.values())
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the next call of `step` goes on with a step that has begun."""
+        return bool(self._round)
+
+    def hold(self, held: frozenset[int]) -> None:
+        """Give nothing to the requests of these clients until the next call."""
+        self._held = held
+
+    def step(
+        self, joining: Iterable[Request], builder_for: Callable[[int], MessageBuilder]
+    ) -> list[Request]:
+        """Make the next step, or a slice of it; gives the requests that have finished.
+
+        ``joining`` requests are taken in where a step begins.
+        """
+        if not self._round:
+            self._begin(joining)
         finished: list[Request] = []
-        for request in self._members.values():
-            output = self._output(request, width)
-            draft = draft_for(request.client_index)
-            draft.outputs.append(output)
-            self.tokens_made += len(output.new_token_ids)
-            if output.finish_reason is not None:
-                draft.finished.append(request.request_id)
-                finished.append(request)
-        for request in finished:
-            del self._members[request.request_id]
+        numbers = 0
+        while self._round and numbers < SLICE_NUMBERS:
+            member = self._round.popleft()
+            if not self._is_due(member):
+                continue
+            if member.prefill is not None:
+                numbers += _advance(member.prefill, SLICE_NUMBERS - numbers)
+                if not member.request.is_prefilled:
+                    continue
+                member.prefill = None
+            numbers += ROW_COST
+            if member.width:
+                numbers += LOGPROBS_COST + self._width * self._chunk_size
+            if self._add_row(member, builder_for(member.request.client_index)):
+                finished.append(member.request)
         return finished
 
+    def _begin(self, joining: Iterable[Request]) -> None:
+        for request in joining:
+            self._members[request.request_id] = self._member(request)
+        # A real engine computes log probabilities for the whole batch at once: all are as wide as
+        # the widest.
+        self._width = max((member.width for member in self._members.values()), default=0)
+        self._round.extend(self._members.values())
+
+    def _member(self, request: Request) -> _Member:
+        extras = request.extras or _NO_EXTRAS
+        output = EngineCoreOutput(request.request_id)
+        return _Member(
+            request,
+            self._logprobs.width(extras.logprobs, extras.logprob_token_ids),
+            request.emitted,
+            output,
+            None if request.is_prefilled else self._prefill(request, extras, output),
+        )
+
+    def _is_due(self, member: _Member) -> bool:
+        request = member.request
+        is_here = self._members.get(request.request_id) is member  # and not aborted meanwhile
+        return is_here and request.client_index not in self._held
+
     def remove(self, request: Request) -> None:
-        """Take out a member before its end."""
-        del self._members[request.request_id]
+        """Take out a member before its end, with the tokens that it has got."""
+        request.emitted = self._members.pop(request.request_id).emitted
 
-    def _width(self, request: Request) -> int:
-        extras = request.extras or _NO_EXTRAS
-        return self._logprobs.width(extras.logprobs, extras.logprob_token_ids)
+    # Rows ---------------------------------------------------------------------------------------
 
-    def _output(self, request: Request, width: int) -> EngineCoreOutput:
+    def _add_row(self, member: _Member, builder: MessageBuilder) -> bool:
+        """Put the next output of a request into a message; whether it was the last."""
+        request, output = member.request, member.output
         extras = request.extras or _NO_EXTRAS
-        output = EngineCoreOutput(request.request_id, trace_headers=extras.trace_headers)
+        output.trace_headers = extras.trace_headers
         if extras.pooling is None:
-            self._give_tokens(output, request, extras, width)
+            self._give_tokens(member, extras)
         else:
-            output.pooling_output = pool(
-                request.key, extras.pooling, request.prompt_len, self._embedding_size
-            )
             output.finish_reason = FinishReason.STOP
         if request.events:
             output.events = [EngineCoreEvent(kind, time) for kind, time in request.events]
             request.events = None
-        if not request.is_prefilled:
-            self._give_prefill(output, request, extras)
-            request.is_prefilled = True
-        return output
+        builder.outputs.append(output)
+        self.tokens_made += len(output.new_token_ids)
+        if output.finish_reason is None:
+            member.output = EngineCoreOutput(request.request_id)
+            return False
+        builder.finished.append(request.request_id)
+        self.remove(request)
+        return True
 
-    def _give_tokens(
-        self, output: EngineCoreOutput, request: Request, extras: Extras, width: int
-    ) -> None:
-        first = request.emitted
+    def _give_tokens(self, member: _Member, extras: Extras) -> None:
+        request, output = member.request, member.output
+        first = member.emitted
         count = min(self._chunk_size, request.end - first)
-        tokens = self._source.draw(request.key, first, count)
+        if extras.trace is not None:
+            start = first - extras.trace_from
+            tokens = list(extras.trace[start : start + count])
+        else:
+            tokens = self._source.draw(request.key, first, count)
         if first < extras.unmasked_from and extras.masked_token_ids:
             tokens = _unmasked(tokens, first, extras, self._vocab_size)
         output.new_token_ids = tokens
-        if self._width(request):
+        if member.width:
             output.new_logprobs = self._logprobs.sample(
-                request.key, first, tokens, width, extras.logprob_token_ids
+                request.key, first, tokens, self._width, extras.logprob_token_ids
             )
-        request.emitted += count
-        if request.emitted == request.end:
+        member.emitted += count
+        if member.emitted == request.end:
             output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
 
-    def _give_prefill(self, output: EngineCoreOutput, request: Request, extras: Extras) -> None:
-        count = request.prompt_len
+    def _prefill(self, request: Request, extras: Extras, output: EngineCoreOutput) -> Iterator[int]:
+        """Put into an output what is told of the prompt, in slices."""
+        count, prompt, key = request.prompt_len, extras.prompt_token_ids, request.key
         output.prefill_stats = PrefillStats(num_prompt_tokens=count, num_computed_tokens=count)
         if extras.prompt_logprobs is not None:
-            output.new_prompt_logprobs_tensors = self._logprobs.prompt(
-                request.key, extras.prompt_token_ids, extras.prompt_logprobs
-            )
+            made = self._logprobs.empty_prompt(prompt, extras.prompt_logprobs)
+            for rows in _slices(*made.token_ids.shape):
+                self._logprobs.fill_prompt(made, key, prompt, rows)
+                yield (rows.stop - rows.start) * made.token_ids.shape[1]
+            output.new_prompt_logprobs_tensors = made
         if extras.prompt_logprob_token_ids is not None:
-            output.prompt_token_id_logprobs = self._logprobs.prompt_token_ids(
-                request.key, extras.prompt_token_ids, extras.prompt_logprob_token_ids
+            token_ids = extras.prompt_logprob_token_ids
+            values = self._logprobs.empty_prompt_token_ids(token_ids)
+            for rows in _slices(*token_ids.shape):
+                self._logprobs.fill_prompt_token_ids(values, key, prompt, token_ids, rows)
+                yield (rows.stop - rows.start) * token_ids.shape[1]
+            output.prompt_token_id_logprobs = values
+        if extras.pooling is not None:
+            vectors = self._pooler.empty(extras.pooling, count)
+            for rows in _slices(*vectors.shape):
+                self._pooler.fill(vectors, key, extras.pooling, rows)
+                yield (rows.stop - rows.start) * vectors.shape[1]
+            output.pooling_output = Tensor.from_numpy(
+                vectors if extras.pooling.task in PER_TOKEN else vectors[0]
             )
+        request.is_prefilled = True
+
+
+def _advance(prefill: Iterator[int], limit: int) -> int:
+    """Go on with a prefill until it has made ``limit`` numbers or more; how many it has made."""
+    numbers = 0
+    for made in prefill:
+        numbers += made
+        if numbers >= limit:
+            break
+    return numbers
+
+
+def _slices(row_count: int, width: int) -> Iterator[slice]:
+    """Cut rows into parts of some `SLICE_NUMBERS`."""
+    height = max(1, SLICE_NUMBERS // max(1, width))
+    for start in range(0, row_count, height):
+        yield slice(start, min(start + height, row_count))
 
 
 def _unmasked(tokens: list[int], first: int, extras: Extras, vocab_size: int) -> list[int]:
-    """The tokens, those that must not come yet replaced by the next that may."""
+    """The tokens, with the next that is allowed in the place of each that must not come yet."""
     masked = extras.masked_token_ids
     if len(masked) >= vocab_size:
         return tokens

@@ -1,14 +1,14 @@
-"""One request inside a mock engine."""
+"""`Request` is what an engine knows of an unfinished request; `RequestFactory` makes or refuses it."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
 
-from trio_vllm.mock.content import TokenSource, pooled_shape, request_key
+from trio_vllm.mock.config import MockEngineConfig
+from trio_vllm.mock.content import Pooler, TokenSource, request_key
 from trio_vllm.protocol import (
     Array,
     EngineCoreRequest,
@@ -18,16 +18,10 @@ from trio_vllm.protocol import (
     PoolingParams,
 )
 
-if TYPE_CHECKING:
-    from trio_vllm.mock.config import MockEngineConfig
-    from trio_vllm.mock.fast_batch import Shelf
-
-# MERGED mock/_engine/_admission: Whether an engine takes a request, and where that request will end.
-
 
 @attrs.frozen(kw_only=True)
 class Extras:
-    """What a request wants besides tokens; whoever has some takes the plain path."""
+    """What a request asks for besides tokens; a request with extras takes the plain path."""
 
     logprobs: int | None = None
     """Candidates per token besides the sampled one; -1 is the whole vocabulary."""
@@ -39,13 +33,17 @@ class Extras:
     masked_token_ids: frozenset[int] = frozenset()
     """Not to be drawn before position ``unmasked_from``."""
     unmasked_from: int = 0
+    trace: Sequence[int] | None = None
+    """Tokens that it gets instead of drawn ones."""
+    trace_from: int = 0
+    """The position of the first of them."""
     pooling: PoolingParams | None = None
     trace_headers: dict[str, str] | None = None
 
 
 @attrs.define(eq=False, kw_only=True)
 class Request:
-    """What an engine knows of a request that has not finished."""
+    """An unfinished request; which batch it is in, and where, is that batch's to know."""
 
     request_id: str
     client_index: int
@@ -59,17 +57,11 @@ class Request:
     extras: Extras | None = None
 
     emitted: int = 0
-    """Tokens that were sent before it joined the batch it is in, or in all on the plain path."""
+    """Tokens that it had got when it last left a batch, or joins its first one."""
     events: list[tuple[EventType, float]] | None = None
-    """What happened to it since its last output that told so."""
+    """What has happened to it and no output has told yet."""
     is_prefilled: bool = False
     """Whether an output has told of its prefill."""
-
-    # Its place on the fast path.
-    shelf: Shelf | None = None
-    slot: int = 0
-    joined_step: int = 0
-    final_step: int = 0
 
     @property
     def is_pooling(self) -> bool:
@@ -77,7 +69,7 @@ class Request:
         return self.extras is not None and self.extras.pooling is not None
 
     def note(self, event: EventType, now: float) -> None:
-        """Something happened that the next output shall tell."""
+        """Record an event for the next output."""
         self.events = [*(self.events or ()), (event, now)]
 
 
@@ -105,14 +97,18 @@ class _End:
 
 
 @attrs.frozen
-class Admission:
-    """Makes requests of what frontends send, or says why not."""
+class RequestFactory:
+    """Makes a `Request` of what a frontend sends, or a `Refusal`.
+
+    Which tokens a request gets does not depend on its parameters, so that its end is known from the
+    start, also that of a request with stop tokens.
+    """
 
     _engine_index: int
     _config: MockEngineConfig
     _source: TokenSource
 
-    def admit(self, wire: EngineCoreRequest, emitted: int) -> Request | Refusal:
+    def make(self, wire: EngineCoreRequest, emitted: int) -> Request | Refusal:
         """Make a request; its first token will be that of position ``emitted``.
 
         Where a real engine would die (no prompt, or one too long) this gives a refusal.
@@ -152,7 +148,9 @@ class Admission:
             return self._logprobs_fault(params, prompt_len)
         if wire.pooling_params is None:
             return "the request has neither sampling nor pooling parameters"
-        rows, size = pooled_shape(wire.pooling_params, prompt_len, config.embedding_size)
+        rows, size = Pooler(config.embedding_size, config.num_labels).shape(
+            wire.pooling_params, prompt_len
+        )
         return _too_many("pooling_params", rows * size)
 
     def _logprobs_fault(self, params: EngineCoreSamplingParams, prompt_len: int) -> str | None:
@@ -166,6 +164,8 @@ class Admission:
             columns = size if wanted == -1 else min(wanted or 0, size)
             if (fault := _too_many(what, columns * rows)) is not None:
                 return fault
+        if max(params.trace_decode_token_ids or (), default=0) >= size:
+            return f"trace_decode_token_ids are beyond the vocabulary of {size}"
         if max(params.logprob_token_ids or (), default=0) >= size:
             return f"logprob_token_ids are beyond the vocabulary of {size}"
         ids = params.prompt_logprob_token_ids
@@ -176,15 +176,13 @@ class Admission:
     def _end(
         self, key: int, emitted: int, prompt_len: int, params: EngineCoreSamplingParams | None
     ) -> _End:
-        """At which position the request ends, and why.
-
-        Which tokens it gets does not depend on the parameters, so a stop token can be looked for
-        in advance.
-        """
+        """At which position the request ends, and why."""
         if params is None or params.max_tokens is None:
             return _End(emitted)
         config = self._config
         limit = emitted + min(params.max_tokens, config.max_model_len - prompt_len)
+        if params.trace_decode_token_ids:  # is replayed whatever else would end it
+            return _End(min(limit, emitted + len(params.trace_decode_token_ids)))
         eos = params.eos_token_id if config.stop_at_eos else None
         stops = {*(params.stop_token_ids or ()), *(() if eos is None else (eos,))}
         stops = {token for token in stops if token < config.vocab_size}
@@ -231,7 +229,8 @@ def _extras(wire: EngineCoreRequest, emitted: int, vocab_size: int) -> Extras | 
     masked = _masked(params, vocab_size) if params.min_tokens else frozenset[int]()
     about_prompt = params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
     about_tokens = params.logprobs is not None or params.logprob_token_ids is not None
-    if not (masked or about_prompt or about_tokens or wire.trace_headers):
+    trace = params.trace_decode_token_ids
+    if not (masked or about_prompt or about_tokens or wire.trace_headers or trace):
         return None
     prompt: Sequence[int] = wire.prompt_token_ids or () if about_prompt else ()
     return Extras(
@@ -242,6 +241,8 @@ def _extras(wire: EngineCoreRequest, emitted: int, vocab_size: int) -> Extras | 
         prompt_token_ids=prompt,
         masked_token_ids=masked,
         unmasked_from=emitted + params.min_tokens,
+        trace=trace or None,
+        trace_from=emitted,
         trace_headers=wire.trace_headers or None,
     )
 

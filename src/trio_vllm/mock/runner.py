@@ -1,12 +1,16 @@
-"""Engines of one process that run in lockstep.
+"""`EngineRunner` drives one mock engine between the channels to its frontend.
 
-Real ones agree by an all-reduce that nobody has work any more. These see each other; engines of other
-processes they do not.
+Input is taken by one task per connection, which lets the engine handle it; the engine has a task of
+its own, which makes steps, and sends. While steps are due it does not yield after each, which would
+cost more than the step, but when its slice of time is over. While none is due it sleeps, and a task
+that brings input takes a turn in its place: to wake it first would take longer than most answers.
+
+A client that does not take its messages is *late*. Its requests stand still until it has caught up,
+those of the other clients go on.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,33 +23,8 @@ from trio_vllm.concurrency import Waker
 from trio_vllm.errors import DecodeError
 from trio_vllm.mock.encoding import COORDINATOR, Outgoing
 from trio_vllm.mock.engine import MockEngine
-from trio_vllm.protocol import ENGINE_CORE_DEAD, Buffer, decode_coordinator_broadcast
+from trio_vllm.protocol import ENGINE_CORE_DEAD, Buffer, Frames, decode_coordinator_broadcast
 from trio_vllm.transport import FrameReceiver, FrameSender, FrontendChannels
-
-# MERGED mock/_engine_loop: Drives one mock engine between the channels to its frontend.
-#
-# Input is taken by one task per connection, which lets the engine handle it; the engine has a task of
-# its own, which makes steps, and sends. While there is work it does not yield after each step, which
-# would cost more than the step, but when its slice of time is over. While there is none it sleeps, and
-# whoever brings some takes a turn in its place: to wake it first would take longer than most answers.
-
-
-@attrs.define
-class Lockstep:
-    """The engines that end a wave together."""
-
-    loops: set[EngineLoop] = attrs.field(factory=set, init=False)
-
-    def settle(self, now: float) -> None:
-        """End the wave if there is one and nobody has work left in it."""
-        running = [loop for loop in self.loops if loop.engine.is_in_wave]
-        if running and not any(loop.engine.has_unfinished for loop in running):
-            for loop in self.loops:
-                loop.post(loop.engine.complete_wave(now))
-
-
-SLICE = 0.0005
-"""Seconds of work between two checkpoints, that is what others in this process have to wait."""
 
 BATCH = 0.00005
 """Seconds of steps whose messages are sent together."""
@@ -56,97 +35,141 @@ STEPS = 32
 INPUT_LIMIT = 256
 """Messages received at a time."""
 
-clock = time.monotonic
-"""Whose times an engine sends; trio's clock has a zero of its own."""
 
-Frames = Sequence[bytes]
+@attrs.frozen(kw_only=True)
+class RunnerLimits:
+    """How a runner shares time and memory; the defaults are for real use."""
+
+    slice_seconds: float = 0.0005
+    """Seconds of work between two checkpoints, which others in this process have to wait."""
+    late_messages: int = 1000
+    """Messages that wait for a client, besides those in its connection, until its input waits too."""
+    clock: Callable[[], float] = time.monotonic
+    """Whose times an engine gets and sends; trio's clock has a zero of its own."""
 
 
-class Outlet:
-    """The way to one client, or to the coordinator."""
+@attrs.define
+class Lockstep:
+    """The engines of one process that end a wave together.
 
-    def __init__(self, sender: FrameSender) -> None:
-        self.sender = sender
-        # Bounded by the answers to what arrives: while anything is late, there are no steps.
+    Real ones agree by an all-reduce that no engine has work any more. These see each other; engines
+    of other processes they do not.
+    """
+
+    runners: set[EngineRunner] = attrs.field(factory=set, init=False)
+
+    def settle(self, now: float) -> None:
+        """End the wave if there is one and no engine has work left in it."""
+        running = [runner for runner in self.runners if runner.engine.is_in_wave]
+        if running and not any(runner.engine.has_unfinished for runner in running):
+            for runner in self.runners:
+                runner.post(runner.engine.complete_wave(now))
+
+
+class ClientSender:
+    """The connection to one client, or to the coordinator, and what is late for it."""
+
+    def __init__(self, channel: FrameSender) -> None:
+        self.channel = channel
+        # Bounded: there are no steps for a late client, and beyond a limit no input is taken from it.
         self.late: deque[Sequence[Buffer]] = deque()
-        """What it has had no room for yet."""
+        """Messages that the connection has had no room for yet."""
         self.waker = Waker()
         """For the task that sends what is late."""
+        self.room = Waker()
+        """For the task that takes this client's input."""
 
 
-class EngineLoop:
-    """One engine with the connections to its frontend."""
+class EngineRunner:
+    """One engine with the connections to its frontend.
+
+    Args:
+      engine: Whose messages and steps these are.
+      channels: To its frontend.
+      on_idle_check: Called whenever the engine may have become busy or idle.
+      limits: See there.
+    """
 
     def __init__(
         self,
         engine: MockEngine,
-        links: FrontendChannels,
+        channels: FrontendChannels,
         *,
-        after_slice: Callable[[], None],
-        step_interval: float = 0.0,
+        on_idle_check: Callable[[], None],
+        limits: RunnerLimits = RunnerLimits(),
     ) -> None:
-        """``after_slice`` is called whenever the engine may have become busy or idle."""
         self.engine = engine
-        self._links = links
-        self._after_slice = after_slice
-        self._step_interval = step_interval
-        self._next_step = -math.inf
-        self._outlets = {i: Outlet(sender) for i, sender in enumerate(links.outputs)}
-        if links.coordinator is not None:
-            self._outlets[COORDINATOR] = Outlet(links.coordinator.notices)
-        self._late: set[Outlet] = set()
+        self._channels = channels
+        self._on_idle_check = on_idle_check
+        self._limits = limits
+        self._clock = limits.clock
+        self._senders = {i: ClientSender(sender) for i, sender in enumerate(channels.outputs)}
+        if channels.coordinator is not None:
+            self._senders[COORDINATOR] = ClientSender(channels.coordinator.notices)
+        self._late: frozenset[int] = frozenset()
         self._waker = Waker()
-        self._has_news = False
+        self._has_arrivals = False
         self._handling_count = 0  # input tasks with messages in hand
         self._is_ending = False
+
+    @property
+    def late_clients(self) -> frozenset[int]:
+        """Clients that do not take their messages at present; `COORDINATOR` may be among them."""
+        return self._late
 
     # Input --------------------------------------------------------------------------------------
 
     def pumps(self) -> list[Callable[[], Awaitable[None]]]:
         """The tasks that take input, and those that send what is late, to be run beside `run`."""
         pumps = [
-            partial(self._pump, receiver, self._handle_message) for receiver in self._links.inputs
+            partial(self._pump, receiver, self._handle_message, self._senders[client_index])
+            for client_index, receiver in enumerate(self._channels.inputs)
         ]
-        if self._links.coordinator is not None:
-            broadcasts = self._links.coordinator.broadcasts
-            pumps.append(partial(self._pump, broadcasts, self._handle_broadcast))
-        return [*pumps, *(partial(self._send_late, outlet) for outlet in self._outlets.values())]
+        if self._channels.coordinator is not None:
+            broadcasts = self._channels.coordinator.broadcasts
+            sender = self._senders[COORDINATOR]
+            pumps.append(partial(self._pump, broadcasts, self._handle_broadcast, sender))
+        return [*pumps, *(partial(self._send_late, index) for index in self._senders)]
 
-    async def _pump(self, receiver: FrameReceiver, handle: Callable[[Frames], None]) -> None:
+    async def _pump(
+        self, receiver: FrameReceiver, handle: Callable[[Frames], None], sender: ClientSender
+    ) -> None:
         while True:
             batch = await receiver.receive_batch(INPUT_LIMIT)
-            end = clock() + SLICE
-            self._has_news = True
+            end = self._clock() + self._limits.slice_seconds
+            self._has_arrivals = True
             self._handling_count += 1
             for frames, _ in batch:
                 handle(frames)
-                if clock() > end:
+                if self._clock() > end:
                     self._waker.wake()
                     await trio.lowlevel.checkpoint()
-                    end = clock() + SLICE
+                    end = self._clock() + self._limits.slice_seconds
             self._handling_count -= 1
             if self._waker.is_waiting:
                 self._work()
-                if not self._has_nothing_to_do:
+                if self._is_over or self._next_step_time() is not None:
                     self._waker.wake()
+            while len(sender.late) > self._limits.late_messages:
+                await sender.room.wait()
 
     def _handle_message(self, frames: Frames) -> None:
-        if messages := self.engine.handle(frames, clock()):
+        if messages := self.engine.handle(frames, self._clock()):
             self.post(messages)
 
     def _handle_broadcast(self, frames: Frames) -> None:
         try:
             notice = decode_coordinator_broadcast(frames)
         except DecodeError as error:
-            self.engine.journal.ignored(str(error))
+            self.engine.events.ignored(str(error))
         else:
             if notice is not None:
-                self.engine.start_wave(notice, clock())
+                self.engine.start_wave(notice, self._clock())
 
     def shut_down(self, *, drain: bool) -> None:
         """Let `run` return once nothing is unfinished; abort what there is, unless ``drain``."""
         self._is_ending = True
-        self.post(self.engine.shut_down(clock(), drain=drain))
+        self.post(self.engine.shut_down(self._clock(), drain=drain))
         self._waker.wake()
 
     # Output -------------------------------------------------------------------------------------
@@ -154,31 +177,37 @@ class EngineLoop:
     def post(self, messages: Sequence[Outgoing]) -> None:
         """Send messages, or keep them until they can be sent."""
         for to, frames in messages:
-            outlet = self._outlets[to]
-            if not outlet.late:
+            sender = self._senders[to]
+            if not sender.late:
                 try:
-                    outlet.sender.send_nowait(frames)
+                    sender.channel.send_nowait(frames)
                 except trio.WouldBlock:
-                    pass
+                    self._hold(self._late | {to})
+                    sender.waker.wake()
                 else:
                     continue
-            outlet.late.append(frames)
-            outlet.waker.wake()
-            self._late.add(outlet)
+            sender.late.append(frames)
 
-    async def _send_late(self, outlet: Outlet) -> None:
-        """Task: wait until somebody takes what is late; the others get answers meanwhile."""
+    def _hold(self, late: frozenset[int]) -> None:
+        self._late = late
+        self.engine.hold_clients(late, self._clock())
+
+    async def _send_late(self, index: int) -> None:
+        """Task: wait until a client takes what is late."""
+        sender = self._senders[index]
         while True:
-            while outlet.late:
-                await outlet.sender.send(outlet.late[0])
-                outlet.late.popleft()
-            self._late.discard(outlet)
+            await sender.waker.wait()
+            while sender.late:
+                await sender.channel.send(sender.late[0])
+                sender.late.popleft()
+                if len(sender.late) <= self._limits.late_messages:
+                    sender.room.wake()
+            self._hold(self._late - {index})
             self._waker.wake()
-            await outlet.waker.wait()
 
-    def say_farewell(self) -> None:
+    def send_dead_sentinel(self) -> None:
         """Tell all clients that the engine is dying."""
-        for sender in self._links.outputs:
+        for sender in self._channels.outputs:
             try:
                 sender.send_nowait([ENGINE_CORE_DEAD])
             except trio.WouldBlock:  # it will notice in another way
@@ -187,57 +216,61 @@ class EngineLoop:
     # Work ---------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Make steps, and wait while there are none to make, until a shutdown is complete."""
+        """Make steps, and wait while none is due, until a shutdown is complete."""
         await trio.lowlevel.checkpoint()
-        while not self._is_over:
+        while True:
             self._work()
-            if self._has_nothing_to_do:
+            if self._is_over:
+                return
+            now = self._clock()
+            due = self.engine.next_step_time(now)
+            if due is None:
                 await self._waker.wait()
-            elif self._step_interval and not self._is_over:
-                with trio.move_on_at(self._next_step):
+            elif due > now:
+                with trio.move_on_after(due - now):
                     await self._waker.wait()
             else:
                 await trio.lowlevel.checkpoint()
 
     @property
     def _is_over(self) -> bool:
-        is_busy = self._handling_count or self.engine.has_work or self.engine.has_unfinished
-        return self._is_ending and not (is_busy or self._late)
+        if not self._is_ending:
+            return False
+        has_work = self._next_step_time() is not None or self.engine.has_unfinished
+        return not (self._handling_count or has_work or self._late)
 
-    @property
-    def _has_nothing_to_do(self) -> bool:
-        return bool(self._late) or not (self.engine.has_work or self._is_over)
+    def _next_step_time(self) -> float | None:
+        return self.engine.next_step_time(self._clock())
 
     def _work(self) -> None:
-        """Make steps for a slice of time, if there is work.
+        """Make steps for a slice of time, if they are due.
 
         Just one if something has arrived: what comes right behind it should be in the next.
         """
-        if self.engine.has_work and not self._late:
-            self._make_steps(0.0 if self._has_news else SLICE)
-        self._has_news = False
-        self._after_slice()
+        now = self._clock()
+        if self._is_due(now):
+            self._make_steps(now, 0.0 if self._has_arrivals else self._limits.slice_seconds)
+        self._has_arrivals = False
+        self._on_idle_check()
 
-    def _make_steps(self, seconds: float) -> None:
-        if self._step_interval:
-            if trio.current_time() >= self._next_step:
-                self._next_step = trio.current_time() + self._step_interval
-                self.post(self.engine.step(clock()))
-            return
-        engine = self.engine
-        now = clock()
+    def _is_due(self, now: float) -> bool:
+        due = self.engine.next_step_time(now)
+        return due is not None and due <= now
+
+    def _make_steps(self, now: float, seconds: float) -> None:
+        engine, clock = self.engine, self._clock
         end = now + seconds
         limit = STEPS if seconds else 1
-        while True:
+        while self._is_due(now):
             # ØMQ's own thread takes several messages at once for little more than one, but not
             # if each time it has to be woken for the first.
             made: list[Outgoing] = []
             batch_end = min(now + BATCH, end)
-            while engine.has_work:
+            while self._is_due(now):
                 made += engine.steps(now, limit)
                 now = clock()
                 if now >= batch_end:
                     break
             self.post(made)
-            if now >= end or self._late or not engine.has_work:
+            if now >= end:
                 return

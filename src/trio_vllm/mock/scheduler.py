@@ -1,26 +1,57 @@
-"""Which requests an engine has, and the steps that they make."""
+"""`Scheduler`: the unfinished requests of an engine, and its steps; `StepClock`: when these are due."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from trio_vllm.mock.fast_batch import DecodeBatch
+import attrs
+
+from trio_vllm.mock.config import MockEngineConfig
+from trio_vllm.mock.content import TokenSource
+from trio_vllm.mock.encoding import MessageBuilder, MessageTemplate, Outgoing
+from trio_vllm.mock.fast_batch import FastBatch
 from trio_vllm.mock.plain_batch import PlainBatch
+from trio_vllm.mock.request import Request
 from trio_vllm.protocol import EventType
 
-if TYPE_CHECKING:
-    from trio_vllm.mock.config import MockEngineConfig
-    from trio_vllm.mock.content import TokenSource
-    from trio_vllm.mock.encoding import Draft
-    from trio_vllm.mock.engine import Counts
-    from trio_vllm.mock.request import Request
+Counts = tuple[int, int]
+"""Requests running and waiting."""
+
+MAX_LAG = 0.1
+"""Seconds that steps may be late and still be made up for."""
+
+
+@attrs.define
+class StepClock:
+    """When steps are due: at the start of a busy period, and then every ``interval`` seconds.
+
+    Each deadline follows from the one before it and not from when that step was made, so that delays
+    do not add up.
+    """
+
+    interval: float
+    _next: float = attrs.field(default=-math.inf, init=False)
+
+    def begin(self, now: float) -> None:
+        """Begin a busy period: a step is due now, or an interval after the last one."""
+        self._next = max(self._next, now)
+
+    def due(self, now: float) -> float:
+        """When the next step is due."""
+        return self._next if self.interval else now
+
+    def stepped(self, now: float) -> None:
+        """A step was made."""
+        # After a stop of the whole process there is no burst of steps.
+        self._next = max(self._next, now - MAX_LAG) + self.interval
 
 
 class Scheduler:
     """All unfinished requests: waiting, on the fast path, or on the plain path.
 
-    There is no limit to how many run at once. They wait for the next step, or for a pause to end.
+    There is no limit to how many run at once. They wait for the next step, for a pause to end, or,
+    while their client is held, for its release.
     """
 
     def __init__(
@@ -31,20 +62,40 @@ class Scheduler:
         *,
         fast_path: bool,
     ) -> None:
-        self._fast = DecodeBatch(config, source, client_count)
+        self._fast = FastBatch(config, source, client_count)
         self._plain = PlainBatch(config, source)
         self._fast_path = fast_path
-        self.steady_step = self._fast.steady_step
-        """A step, if nobody waits and nobody is on the plain path; see there."""
-        self.steady_steps = self._fast.steady_steps
-        """The same for several."""
         self._unfinished: dict[str, Request] = {}
         self._waiting: dict[str, Request] = {}
+        self._on_plain_path: set[str] = set()
+        self._held: frozenset[int] = frozenset()
 
     @property
     def counts(self) -> Counts:
         """Requests running and waiting."""
         return self._fast.count + self._plain.count, len(self._waiting)
+
+    @property
+    def can_step(self) -> bool:
+        """Whether a step would give a running request something."""
+        return self._fast.active_count > 0 or self._plain.active_count > 0
+
+    @property
+    def can_start(self) -> bool:
+        """Whether a step would start a waiting request, unless there is a pause."""
+        return bool(self._waiting) and (not self._held or bool(self._startable()))
+
+    @property
+    def is_all_fast(self) -> bool:
+        """Whether no request is on the plain path."""
+        return not self._plain.count
+
+    @property
+    def tokens_made(self) -> int:
+        """How many tokens there have been in all."""
+        return self._fast.tokens_made + self._plain.tokens_made
+
+    # Requests -----------------------------------------------------------------------------------
 
     def get(self, request_id: str) -> Request | None:
         """An unfinished request."""
@@ -62,54 +113,80 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Forget an unfinished request; what it has ``emitted`` is up to date then."""
         del self._unfinished[request.request_id]
-        self._take_back(request)
+        self._take_out(request)
 
-    def _take_back(self, request: Request) -> None:
-        if self._waiting.pop(request.request_id, None) is None:
-            batch = self._plain if request.shelf is None else self._fast
-            batch.remove(request)
+    def _take_out(self, request: Request) -> None:
+        if self._waiting.pop(request.request_id, None) is not None:
+            return
+        if request.request_id in self._on_plain_path:
+            self._on_plain_path.discard(request.request_id)
+            self._plain.remove(request)
+        else:
+            self._fast.remove(request)
 
     def preempt_all(self, now: float) -> None:
         """Let all running requests wait again, before those that are waiting."""
         later = self._waiting
         running = [r for r in self._unfinished.values() if r.request_id not in later]
         for request in running:
-            self._take_back(request)
+            self._take_out(request)
             request.note(EventType.PREEMPTED, now)
         self._waiting = {request.request_id: request for request in running} | later
 
+    def hold(self, held: frozenset[int]) -> None:
+        """Give nothing to the requests of these clients until the next call."""
+        self._held = held
+        self._fast.hold(held)
+        self._plain.hold(held)
+
     # Steps --------------------------------------------------------------------------------------
 
-    @property
-    def tokens_made(self) -> int:
-        """How many tokens there have been in all."""
-        return self._fast.tokens_made + self._plain.tokens_made
+    def steady_step(self, template: MessageTemplate, now: float) -> list[Outgoing] | None:
+        """See `FastBatch.steady_step`; only if no request waits or is on the plain path."""
+        return self._fast.steady_step(template, now)
 
-    @property
-    def is_all_fast(self) -> bool:
-        """Whether no request is on the plain path."""
-        return not self._plain.count
+    def steady_steps(
+        self, template: MessageTemplate, now: float, limit: int
+    ) -> tuple[int, list[Outgoing]] | None:
+        """See `FastBatch.steady_steps`; only if no request waits or is on the plain path."""
+        return self._fast.steady_steps(template, now, limit)
 
     def step(
-        self, now: float, draft_for: Callable[[int], Draft], *, admit: bool
+        self, now: float, builder_for: Callable[[int], MessageBuilder], *, admit: bool
     ) -> tuple[list[Request], list[Request]]:
-        """Any step: who came in, and who has finished."""
-        joining = list(self._waiting.values()) if admit else []
-        if joining:
-            self._waiting = {}
-        fast: list[Request] = []
-        plain: list[Request] = []
-        for request in joining:
-            request.note(EventType.SCHEDULED, now)
-            is_fast = self._fast_path and self._fast.accepts(request)
-            (fast if is_fast else plain).append(request)
-        finished = self._fast.step(fast, draft_for)
-        if plain or self._plain.count:
-            finished += self._plain.step(plain, draft_for)
+        """Make a step of any kind: which requests were started, and which have finished."""
+        if self._plain.is_in_step:
+            started: list[Request] = []
+            finished = self._plain.step((), builder_for)
+        else:
+            started = self._startable() if admit and self._waiting else []
+            fast, plain = self._start(started, now)
+            finished = self._fast.step(fast, builder_for)
+            if plain or self._plain.count:
+                finished += self._plain.step(plain, builder_for)
         for request in finished:
             del self._unfinished[request.request_id]
-        return joining, finished
+            self._on_plain_path.discard(request.request_id)
+        return started, finished
+
+    def _start(self, started: list[Request], now: float) -> tuple[list[Request], list[Request]]:
+        """Send waiting requests along the fast path and the plain path."""
+        fast: list[Request] = []
+        plain: list[Request] = []
+        for request in started:
+            del self._waiting[request.request_id]
+            request.note(EventType.SCHEDULED, now)
+            if self._fast_path and self._fast.accepts(request):
+                fast.append(request)
+            else:
+                plain.append(request)
+                self._on_plain_path.add(request.request_id)
+        return fast, plain
+
+    def _startable(self) -> list[Request]:
+        waiting = self._waiting.values()
+        return [request for request in waiting if request.client_index not in self._held]
 
     def forget_messages(self) -> None:
-        """The envelope has changed."""
+        """Use another template from now on."""
         self._fast.forget_messages()

@@ -1,15 +1,14 @@
-"""Mock engines behind a frontend: joining it, serving it, and doing both again with the next."""
+"""`serve_mock_engines` joins a frontend, serves it, and does both again with the next."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import logging
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import assert_never
 
 import attrs
 import trio
-from attrs.validators import and_, ge, gt, le
 
 from trio_vllm.concurrency import running
 from trio_vllm.errors import (
@@ -19,11 +18,18 @@ from trio_vllm.errors import (
     InternalError,
     StartupError,
 )
-from trio_vllm.mock.config import MockEngineConfig
-from trio_vllm.mock.engine import MockEngine
-from trio_vllm.mock.events import Summary, log, log_entries
-from trio_vllm.mock.runner import EngineLoop, Lockstep, clock
-from trio_vllm.protocol import MAX_ENGINES, EngineCoreReadyResponse, HandshakeInit
+from trio_vllm.mock.config import MockEngineConfig, ServeOptions
+from trio_vllm.mock.engine import MockEngine, ready_response
+from trio_vllm.mock.events import (
+    LogEntry,
+    MessageIgnored,
+    RequestFinished,
+    RequestRefused,
+    RequestStarted,
+    Summary,
+)
+from trio_vllm.mock.runner import EngineRunner, Lockstep, RunnerLimits
+from trio_vllm.protocol import EngineCoreReadyResponse, FinishReason, HandshakeInit
 from trio_vllm.transport import (
     DESCRIPTORS_PER_ENGINE,
     FrontendChannels,
@@ -32,43 +38,23 @@ from trio_vllm.transport import (
     require_descriptors,
 )
 
-RETRY_DELAY = 0.5
-"""Seconds from the loss of a frontend to the first word to the next."""
-
-REPORT_INTERVAL = 30.0
-"""Seconds between two log lines that say that there is no frontend yet."""
-
-OUTPUT_HIGH_WATER_MARK = 1000
-"""Messages that a client may be behind before its engines stop and wait for it."""
-
-LAST_OUTPUTS_TIME = 2.0
-"""Seconds that a frontend may take, once requests are aborted, to make room for what tells it."""
-
-
-def _check_count(instance: ServeOptions, _attribute: Any, count: int) -> None:
-    last = instance.start_index + count - 1
-    if last >= MAX_ENGINES:
-        raise ValueError(f"engine_count: the last engine would be {last}, not {MAX_ENGINES - 1}")
+log = logging.getLogger("trio_vllm.mock")
 
 
 @attrs.frozen(kw_only=True)
-class ServeOptions:
-    """Where mock engines serve, how many, and for how long; `ValueError` for nonsense."""
+class ServeLimits:
+    """Times and sizes that only tests change."""
 
-    handshake_address: str = "tcp://127.0.0.1:29550"
-    """Where the frontend waits for engines."""
-    start_index: int = attrs.field(default=0, validator=and_(ge(0), le(MAX_ENGINES - 1)))
-    engine_count: int = attrs.field(default=1, validator=and_(ge(1), _check_count))
-    """How many engines, from ``start_index`` on."""
-    reconnect: bool = True
-    """Whether to wait for another frontend when the one that was served has gone."""
-    step_interval: float = attrs.field(default=0.0, validator=ge(0.0))
-    """Seconds between the steps of an engine, at least. 0 is as fast as can be, which is more than
-    some frontends stand: they only get to anything else once they have caught up."""
-    startup_timeout: float = attrs.field(default=math.inf, validator=gt(0.0))
-    """Seconds that each answer of the frontend may take during the startup."""
-    shutdown_timeout: float = attrs.field(default=0.0, validator=ge(0.0))
-    """Seconds that requests may take to end once a shutdown is asked for; 0 aborts them."""
+    retry_delay: float = 0.5
+    """Seconds from the loss of a frontend to the first message to the next."""
+    report_interval: float = 30.0
+    """Seconds between two log lines that say that there is no frontend yet."""
+    output_high_water_mark: int = 1000
+    """Messages that a client may be behind before its requests stop and wait for it."""
+    last_outputs_time: float = 2.0
+    """Seconds that a frontend may take, once requests are aborted, to make room for the messages
+    about that."""
+    runner: RunnerLimits = attrs.field(factory=RunnerLimits)
 
 
 async def serve_mock_engines(
@@ -76,6 +62,7 @@ async def serve_mock_engines(
     options: ServeOptions,
     *,
     shutdown: trio.Event | None = None,
+    limits: ServeLimits = ServeLimits(),
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> Summary:
     """Run mock engines until ``shutdown`` is set; gives the counts of them all.
@@ -93,7 +80,7 @@ async def serve_mock_engines(
       Ends the engines at once; their requests are neither drained nor aborted.
     """
     shutdown = trio.Event() if shutdown is None else shutdown
-    service = _Service(config, options, shutdown, on_joined=lambda: task_status.started())
+    service = _Service(config, options, limits, shutdown, task_status)
     await service.run()
     return service.summary
 
@@ -104,8 +91,9 @@ class _Service:
 
     _config: MockEngineConfig
     _options: ServeOptions
+    _limits: ServeLimits
     _shutdown: trio.Event
-    _on_joined: Callable[[], None]
+    _task_status: trio.TaskStatus[None]
     summary: Summary = attrs.field(factory=Summary, init=False)
     _lockstep: Lockstep = attrs.field(factory=Lockstep, init=False)
     _missing: set[int] = attrs.field(init=False)
@@ -113,19 +101,20 @@ class _Service:
     _failure: Exception | None = attrs.field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
-        first = self._options.start_index
-        self._missing = set(range(first, first + self._options.engine_count))
+        options = self._options
+        self._missing = set(range(options.engine_start_index, options.last_index + 1))
 
     async def run(self) -> None:
         """Run all engines; the failure of one is the failure of all."""
-        first, last = min(self._missing), max(self._missing)
-        engines = f"engine {first}" if first == last else f"engines {first} to {last}"
+        options = self._options
         require_descriptors(
-            DESCRIPTORS_PER_ENGINE * len(self._missing),
-            f"{len(self._missing)} engines",
+            DESCRIPTORS_PER_ENGINE * options.engine_count,
+            f"{options.engine_count} engines",
             hint=", or spread the engines over more processes (--processes)",
         )
-        log.info("%s: joining the frontend at %s", engines, self._options.handshake_address)
+        log.info(
+            "%s: joining the frontend at %s", options.engines_in_words, options.handshake_address
+        )
         async with trio.open_nursery() as nursery:
             for engine_index in sorted(self._missing):
                 nursery.start_soon(self._guard, engine_index, nursery.cancel_scope)
@@ -157,118 +146,122 @@ class _Service:
                 if not self._options.reconnect:
                     raise EngineDeadError(engine_index, f"the frontend has gone ({gone})")
                 log.warning("engine %d: the frontend has gone (%s)", engine_index, gone)
-            with trio.move_on_after(RETRY_DELAY):
+            with trio.move_on_after(self._limits.retry_delay):
                 await self._shutdown.wait()
 
     async def _serve_frontend(self, engine_index: int) -> str | None:
         """Join a frontend and serve it; gives which address has gone, None after a shutdown."""
-        life = _Life(self._options.shutdown_timeout)
-        with life.scope:
+        session = _Session(self._options.shutdown_timeout, self._limits.last_outputs_time)
+        with session.scope:
             async with (
                 running(
-                    partial(life.end_on, self._shutdown), partial(self._report, engine_index, life)
+                    partial(session.end_on, self._shutdown),
+                    partial(self._report, engine_index, session),
                 ),
                 join_frontend(
                     self._options.handshake_address,
                     engine_index=engine_index,
                     ready_response=partial(self._ready_response, engine_index),
                     timeout=self._options.startup_timeout,
-                    output_high_water_mark=OUTPUT_HIGH_WATER_MARK,
-                ) as links,
+                    output_high_water_mark=self._limits.output_high_water_mark,
+                ) as channels,
             ):
-                await self._serve(engine_index, links, life)
-        return life.lost_address
+                await self._serve(engine_index, channels, session)
+        return session.lost_address
 
     def _ready_response(self, engine_index: int, init: HandshakeInit) -> EngineCoreReadyResponse:
         size = 1
         if self._config.lockstep:
             known = init.parallel_config.get("data_parallel_size")
-            ours = self._options.start_index + self._options.engine_count
-            size = known if isinstance(known, int) else ours
-        return self._config.ready_response(
+            size = known if isinstance(known, int) else self._options.last_index + 1
+        return ready_response(
+            self._config,
             engine_index,
             data_parallel_size=size,
             dp_stats_address=init.addresses.frontend_stats_publish_address,
         )
 
-    async def _report(self, engine_index: int, life: _Life) -> None:
+    async def _report(self, engine_index: int, session: _Session) -> None:
         """Task: say from time to time that there is no frontend."""
         await trio.lowlevel.checkpoint()
-        while life.loop is None:
-            await trio.sleep(REPORT_INTERVAL)
-            if engine_index == min(self._missing, default=None) and life.loop is None:
+        while session.runner is None:
+            await trio.sleep(self._limits.report_interval)
+            if engine_index == min(self._missing, default=None) and session.runner is None:
                 address = self._options.handshake_address
                 log.info("engine %d: still joining the frontend at %s", engine_index, address)
 
-    async def _serve(self, engine_index: int, links: FrontendChannels, life: _Life) -> None:
+    async def _serve(
+        self, engine_index: int, channels: FrontendChannels, session: _Session
+    ) -> None:
         engine = MockEngine(
             self._config,
             engine_index,
-            client_count=len(links.outputs),
-            has_coordinator=links.coordinator is not None,
+            client_count=len(channels.outputs),
+            has_coordinator=channels.coordinator is not None,
         )
-        loop = EngineLoop(
+        runner = EngineRunner(
             engine,
-            links,
-            after_slice=partial(self._after_slice, engine),
-            step_interval=self._options.step_interval,
+            channels,
+            on_idle_check=partial(self._on_idle_check, engine),
+            limits=self._limits.runner,
         )
-        self._note_joined(engine_index, links)
-        self._lockstep.loops.add(loop)
+        self._note_joined(engine_index, channels)
+        self._lockstep.runners.add(runner)
         try:
-            async with running(*loop.pumps(), partial(life.watch, links.disconnects)):
-                life.loop = loop
-                await loop.run()
+            async with running(*runner.pumps(), partial(session.watch, channels.disconnects)):
+                session.runner = runner
+                await runner.run()
         except Exception:
-            loop.say_farewell()
+            runner.send_dead_sentinel()
             raise
         finally:
-            self._lockstep.loops.discard(loop)
+            self._lockstep.runners.discard(runner)
             self.summary += engine.summary
-            log_entries(engine_index, engine.journal.take())
+            log_entries(engine_index, engine.events.pop_entries())
 
-    def _note_joined(self, engine_index: int, links: FrontendChannels) -> None:
-        clients = len(links.outputs)
-        coordinated = ", with a coordinator" if links.coordinator is not None else ""
+    def _note_joined(self, engine_index: int, channels: FrontendChannels) -> None:
+        clients = len(channels.outputs)
+        coordinated = ", with a coordinator" if channels.coordinator is not None else ""
         log.info("engine %d: serving %d client(s)%s", engine_index, clients, coordinated)
         if engine_index in self._missing:
             self._missing.discard(engine_index)
             if not self._missing:
-                self._on_joined()
+                self._task_status.started()
 
-    def _after_slice(self, engine: MockEngine) -> None:
-        if entries := engine.journal.take():
+    def _on_idle_check(self, engine: MockEngine) -> None:
+        if entries := engine.events.pop_entries():
             log_entries(engine.engine_index, entries)
         if self._config.lockstep:
-            self._lockstep.settle(clock())
+            self._lockstep.settle(self._limits.runner.clock())
 
 
 @attrs.define
-class _Life:
+class _Session:
     """One engine's time with one frontend."""
 
     _shutdown_timeout: float
+    _last_outputs_time: float
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope, init=False)
-    loop: EngineLoop | None = attrs.field(default=None, init=False)
+    runner: EngineRunner | None = attrs.field(default=None, init=False)
     """Set once the frontend is joined."""
     lost_address: str | None = attrs.field(default=None, init=False)
 
     async def watch(self, disconnects: trio.abc.ReceiveChannel[FrontendDisconnect]) -> None:
-        """Task: end this life when a connection breaks."""
+        """Task: end this session when a connection breaks."""
         disconnect = await disconnects.receive()
         self.lost_address = disconnect.address
         self.scope.cancel(reason="the frontend has gone")
 
     async def end_on(self, shutdown: trio.Event) -> None:
-        """Task: end this life in order when that is asked for."""
+        """Task: end this session in order when that is asked for."""
         await shutdown.wait()
-        if self.loop is None:
+        if self.runner is None:
             self.scope.cancel(reason="shut down before a frontend was joined")
             return
-        self.loop.shut_down(drain=self._shutdown_timeout > 0)
+        self.runner.shut_down(drain=self._shutdown_timeout > 0)
         await trio.sleep(self._shutdown_timeout)
-        self.loop.shut_down(drain=False)
-        await trio.sleep(LAST_OUTPUTS_TIME)
+        self.runner.shut_down(drain=False)
+        await trio.sleep(self._last_outputs_time)
         self.scope.cancel(reason="the frontend does not take the last outputs")
 
 
@@ -285,3 +278,49 @@ def _failure_of(engine_index: int, error: Exception) -> Exception:
         failure = InternalError(f"mock engine {engine_index} crashed, please report this")
     failure.__cause__ = error
     return failure
+
+
+def log_entries(engine_index: int, entries: Iterable[LogEntry]) -> None:
+    """Log a line for each: requests that come and go at info level, faults as warnings."""
+    for entry in entries:
+        match entry:
+            case RequestStarted():
+                log.info(
+                    "engine %d: request started request_id=%s prompt_len=%d max_tokens=%d"
+                    " chunk_size=%d",
+                    engine_index,
+                    _loggable(entry.request_id),
+                    entry.prompt_len,
+                    entry.max_tokens,
+                    entry.chunk_size,
+                )
+            case RequestFinished():
+                aborted = entry.finish_reason is FinishReason.ABORT
+                log.info(
+                    "engine %d: request %s request_id=%s prompt_len=%d output_tokens=%d"
+                    " finish_reason=%s",
+                    engine_index,
+                    "aborted" if aborted else "finished",
+                    _loggable(entry.request_id),
+                    entry.prompt_len,
+                    entry.output_tokens,
+                    entry.finish_reason,
+                )
+            case RequestRefused():
+                log.warning(
+                    "engine %d: request refused request_id=%s answered=%s: %s",
+                    engine_index,
+                    _loggable(entry.request_id),
+                    "yes" if entry.answered else "no",
+                    entry.reason,
+                )
+            case MessageIgnored():
+                log.warning("engine %d: message ignored: %s", engine_index, entry.reason)
+            case _:
+                assert_never(entry)
+
+
+def _loggable(request_id: str) -> str:
+    """A request id in one word of a line, whatever a frontend made of it."""
+    text = request_id if len(request_id) <= 200 else f"{request_id[:200]}..."
+    return text if text.isprintable() and " " not in text and text else repr(text)

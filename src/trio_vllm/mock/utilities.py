@@ -1,6 +1,8 @@
-"""Whether an engine takes, starts and steps requests.
+"""`EngineControl`: the utility methods of an engine, and the state that they change.
 
-Mirrors ``pause_scheduler`` and its relatives in upstream ``vllm/v1/engine/core.py``.
+Names, arguments, results and failures are those of upstream's ``EngineCore`` and ``EngineCoreProc``
+(``vllm/v1/engine/core.py``) as far as a frontend calls them. There a call is an attribute look-up, so
+an unknown method fails in Python's words.
 """
 
 from __future__ import annotations
@@ -10,22 +12,13 @@ import enum
 import hashlib
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import attrs
 
+from trio_vllm.mock.config import MockEngineConfig
+from trio_vllm.mock.scheduler import Counts
 from trio_vllm.protocol import UtilityOutput, UtilityRequest
-
-if TYPE_CHECKING:
-    from trio_vllm.mock.config import MockEngineConfig
-
-# MERGED mock/_engine/_loras: The LoRA adapters that an engine has loaded.
-# MERGED mock/_engine/_utilities: The utility methods of a mock engine.
-#
-# Names, arguments, results and failures are those of upstream's ``EngineCore`` and ``EngineCoreProc``
-# (``vllm/v1/engine/core.py``) as far as a frontend calls them. There a call is an attribute look-up, so
-# an unknown method fails in Python's words.
-
 
 PAUSE_MODES = ("abort", "wait", "keep")
 MEMORY = frozenset({"weights", "kv_cache"})
@@ -44,7 +37,10 @@ class PauseState(enum.Enum):
 
 @attrs.define
 class Pause:
-    """The pause and sleep state of one engine."""
+    """The pause and sleep state of one engine, all there is of it.
+
+    Mirrors ``pause_scheduler`` and its relatives in upstream ``vllm/v1/engine/core.py``.
+    """
 
     state: PauseState = PauseState.RUNNING
     refuses: bool = False
@@ -164,77 +160,77 @@ _WORKER_METHODS = frozenset(
         "update_weights",
     }
 )
-"""What ``collective_rpc`` knows; each answers nil per worker."""
+"""The methods that ``collective_rpc`` knows; each answers nil per worker."""
 
 
-class Host(Protocol):
-    """What utility calls see of the engine, and do to it."""
+class RequestAction(enum.Enum):
+    """What a call does to the requests of the engine."""
 
-    weight_version: str
-
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether requests are running or waiting."""
-        ...
-
-    @property
-    def has_running(self) -> bool:
-        """Whether requests are running."""
-        ...
-
-    def abort_all(self) -> None:
-        """End all requests and tell their clients."""
-        ...
-
-    def preempt_all(self) -> None:
-        """Put all running requests back into the queue."""
-        ...
+    ABORT_ALL = enum.auto()
+    """End them, and tell their clients."""
+    PREEMPT_ALL = enum.auto()
+    """Put those that run back into the queue."""
 
 
 @attrs.frozen
-class _WhenIdle:
-    """The result of a call that is answered once no request runs any more."""
+class Outcome:
+    """What comes of a utility call, for the engine to do in this order."""
 
-    sleep: bool
+    action: RequestAction | None = None
+    output: UtilityOutput | None = None
+    """The answer; None if it will be among the `overdue`."""
+
+
+@attrs.frozen
+class _Then:
+    """What a method returns if there is more to be done than to send its result."""
+
+    result: Any = None
+    action: RequestAction | None = None
+    waits: bool = False
+    """Whether the answer is due when no request runs any more."""
+    sleeps: bool = False
+    """Whether memory is given up then."""
 
 
 @attrs.define
-class Utilities:
-    """Answers utility calls and keeps the state that they change."""
+class EngineControl:
+    """Answers utility calls, and keeps the state that they change."""
 
-    _host: Host
     _config: MockEngineConfig
     pause: Pause = attrs.field(factory=Pause, init=False)
-    _adapters: Adapters = attrs.field(init=False)
-    _deferred: list[tuple[UtilityRequest, _WhenIdle]] = attrs.field(factory=list, init=False)
-    _methods: dict[str, Callable[..., Any]] = attrs.field(init=False)
+    weight_version: str = attrs.field(default="default", init=False)
+    """Which weights the tokens come from; stands in every message of a step."""
+    adapters: Adapters = attrs.field(init=False)
+    _deferred: list[tuple[UtilityRequest, _Then]] = attrs.field(factory=list, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._adapters = Adapters(self._config.max_loras)
-        methods = inspect.getmembers(_Methods(self._host, self._config, self.pause, self._adapters))
-        self._methods = {name: method for name, method in methods if not name.startswith("_")}
+        self.adapters = Adapters(self._config.max_loras)
 
     def use_adapter(self, adapter_id: int) -> None:
-        """A request needs this adapter; it runs also where there is no room left for it."""
+        """Load an adapter for a request, which runs also where there is no room left for it."""
         with contextlib.suppress(AdapterError):
-            self._adapters.add(adapter_id)
+            self.adapters.add(adapter_id)
 
-    def call(self, request: UtilityRequest) -> UtilityOutput | None:
-        """Run a call; None if the answer will be among the `overdue`."""
-        method = self._methods.get(request.method)
+    def call(self, request: UtilityRequest, counts: Counts) -> Outcome:
+        """Run a call, in an engine with so many requests running and waiting."""
+        name = request.method
+        methods = _Methods(self, self._config, counts)
+        method = None if name.startswith("_") else getattr(methods, name, None)
         try:
             if method is None:
                 raise AttributeError(  # noqa: TRY301  one way to fail
-                    f"'EngineCoreProc' object has no attribute '{request.method}'"
+                    f"'EngineCoreProc' object has no attribute '{name}'"
                 )
-            _check_arguments(request.method, method, request.args)
+            _check_arguments(name, method, request.args)
             result = method(*request.args)
         except (AttributeError, TypeError, ValueError, RuntimeError, AdapterError) as error:
-            return self.refuse(request, f"Call to {request.method} method failed: {error}")
-        if isinstance(result, _WhenIdle):
-            self._deferred.append((request, result))
-            return None
-        return UtilityOutput(request.call_id, result=result)
+            return Outcome(output=self.refuse(request, f"Call to {name} method failed: {error}"))
+        then = result if isinstance(result, _Then) else _Then(result)
+        if then.waits:
+            self._deferred.append((request, then))
+            return Outcome(then.action)
+        return Outcome(then.action, UtilityOutput(request.call_id, result=then.result))
 
     @staticmethod
     def refuse(request: UtilityRequest, text: str) -> UtilityOutput:
@@ -246,11 +242,11 @@ class Utilities:
         """Whether calls wait for the engine to be idle."""
         return bool(self._deferred)
 
-    def overdue(self) -> Sequence[tuple[int, UtilityOutput]]:
-        """The answers, by client index, that were due when no request runs any more."""
+    def pop_overdue(self) -> Sequence[tuple[int, UtilityOutput]]:
+        """The answers, by client index, that are due since no request runs any more."""
         done, self._deferred = self._deferred, []
-        for _, waited in done:
-            if waited.sleep:
+        for _, then in done:
+            if then.sleeps:
                 self.pause.sleep()
         return [(request.client_index, UtilityOutput(request.call_id)) for request, _ in done]
 
@@ -270,32 +266,43 @@ def _check_arguments(name: str, method: Callable[..., Any], args: Sequence[Any])
         )
 
 
-@attrs.define
+@attrs.frozen
 class _Methods:
-    """What can be called, by its name; arguments are the caller's and of any type."""
+    """The methods that can be called, by name; arguments are the caller's and of any type."""
 
-    _host: Host
+    _control: EngineControl
     _config: MockEngineConfig
-    _pause: Pause
-    _adapters: Adapters
+    _counts: Counts
+
+    @property
+    def _pause(self) -> Pause:
+        return self._control.pause
+
+    @property
+    def _adapters(self) -> Adapters:
+        return self._control.adapters
+
+    @property
+    def _has_running(self) -> bool:
+        return self._counts[0] > 0
 
     # Pausing and sleeping
 
-    def pause_scheduler(self, mode: Any = "abort", clear_cache: Any = True) -> Any:
+    def pause_scheduler(self, mode: Any = "abort", clear_cache: Any = True) -> _Then:
         return self._pause_in(mode, clear_cache, refuse=False)
 
-    def pause_generation(self, mode: Any = "abort", clear_cache: Any = True) -> Any:
+    def pause_generation(self, mode: Any = "abort", clear_cache: Any = True) -> _Then:
         return self._pause_in(mode, clear_cache, refuse=True)
 
-    def _pause_in(self, mode: Any, clear_cache: Any, *, refuse: bool) -> _WhenIdle | None:
+    def _pause_in(self, mode: Any, clear_cache: Any, *, refuse: bool) -> _Then:
         if mode not in PAUSE_MODES:
             raise ValueError(f"Invalid pause mode: {mode}")
         self._pause.start(mode, refuse=refuse)
         if mode == "abort":
-            self._host.abort_all()
-        elif mode == "keep" and clear_cache:
-            self._host.preempt_all()
-        return _WhenIdle(sleep=False) if mode == "wait" and self._host.has_running else None
+            return _Then(action=RequestAction.ABORT_ALL)
+        if mode == "keep":
+            return _Then(action=RequestAction.PREEMPT_ALL if clear_cache else None)
+        return _Then(waits=self._has_running)
 
     def resume_scheduler(self) -> None:
         self._pause.resume()
@@ -303,14 +310,14 @@ class _Methods:
     def is_scheduler_paused(self) -> bool:
         return self._pause.is_paused
 
-    def sleep(self, level: Any = 1, mode: Any = "abort") -> _WhenIdle | None:
-        waited = self._pause_in(mode, level >= 1, refuse=False)
+    def sleep(self, level: Any = 1, mode: Any = "abort") -> _Then:
+        paused = self._pause_in(mode, level >= 1, refuse=False)
         if level < 1:
-            return waited
-        if waited is not None:
-            return _WhenIdle(sleep=True)
+            return paused
+        if paused.waits:
+            return attrs.evolve(paused, sleeps=True)
         self._pause.sleep()
-        return None
+        return paused
 
     def wake_up(self, tags: Any = None) -> bool:
         return self._pause.wake_up(tags)
@@ -319,7 +326,7 @@ class _Methods:
         return self._pause.is_paused or bool(self._pause.asleep)
 
     def release_kv_cache_memory(self) -> None:
-        if not self._pause.is_paused or self._host.has_unfinished:
+        if not self._pause.is_paused or any(self._counts):
             raise RuntimeError("release_kv_cache_memory() requires a completed pause first")
         if self._pause.asleep:
             raise RuntimeError(
@@ -331,10 +338,10 @@ class _Methods:
 
     def reset_prefix_cache(
         self, reset_running_requests: Any = False, reset_connector: Any = False
-    ) -> bool:
+    ) -> _Then | bool:
         if reset_running_requests:
-            self._host.preempt_all()
-        return not self._host.has_running
+            return _Then(True, RequestAction.PREEMPT_ALL)
+        return not self._has_running
 
     def reset_mm_cache(self) -> None:
         pass
@@ -355,15 +362,15 @@ class _Methods:
     # Weights
 
     def get_weight_version(self) -> str:
-        return self._host.weight_version
+        return self._control.weight_version
 
     def set_weight_version(self, weight_version: Any) -> None:
         if not isinstance(weight_version, str):
             raise TypeError(f"weight_version must be a string, got {weight_version!r}")
-        self._host.weight_version = weight_version
+        self._control.weight_version = weight_version
 
     def compute_weight_checksums(self) -> list[dict[str, str]]:
-        text = f"{self._config.seed}/{self._host.weight_version}"
+        text = f"{self._config.seed}/{self._control.weight_version}"
         return [{"mock": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}]
 
     def save_sharded_state(self, path: Any, pattern: Any = None, max_size: Any = None) -> None:

@@ -8,118 +8,99 @@ and raise `DecodeError`; ``encode_*`` give the frames and raise `CodecError`, or
 Sources: vLLM 0.33.0, ``vllm/v1`` and ``rust/src/engine-core-client``; 0.32.0 is read as well.
 """
 
-from trio_vllm.protocol.arrays import (
-    Array as Array,
-    Tensor as Tensor,
-)
-from trio_vllm.protocol.codec import (
-    Buffer as Buffer,
-    CodecError as CodecError,
-    ForeignExtension as ForeignExtension,
-    Frames as Frames,
-)
+from trio_vllm.protocol.arrays import Array as Array
+from trio_vllm.protocol.arrays import Tensor as Tensor
+from trio_vllm.protocol.codec import Buffer as Buffer
+from trio_vllm.protocol.codec import CodecError as CodecError
+from trio_vllm.protocol.codec import ForeignExtension as ForeignExtension
+from trio_vllm.protocol.codec import Frames as Frames
+from trio_vllm.protocol.coordination import COORDINATOR_READY as COORDINATOR_READY
+from trio_vllm.protocol.coordination import SUBSCRIBE as SUBSCRIBE
+from trio_vllm.protocol.coordination import CoordinatorStats as CoordinatorStats
+from trio_vllm.protocol.coordination import EngineLoad as EngineLoad
+from trio_vllm.protocol.coordination import Waves as Waves
 from trio_vllm.protocol.coordination import (
-    COORDINATOR_READY as COORDINATOR_READY,
-    SUBSCRIBE as SUBSCRIBE,
-    CoordinatorStats as CoordinatorStats,
-    EngineLoad as EngineLoad,
-    Waves as Waves,
     decode_coordinator_broadcast as decode_coordinator_broadcast,
-    decode_coordinator_notice as decode_coordinator_notice,
-    decode_coordinator_stats as decode_coordinator_stats,
-    encode_coordinator_stats as encode_coordinator_stats,
+)
+from trio_vllm.protocol.coordination import decode_coordinator_notice as decode_coordinator_notice
+from trio_vllm.protocol.coordination import decode_coordinator_stats as decode_coordinator_stats
+from trio_vllm.protocol.coordination import encode_coordinator_stats as encode_coordinator_stats
+from trio_vllm.protocol.coordination import (
     encode_first_request_notice as encode_first_request_notice,
 )
-from trio_vllm.protocol.handshake import (
-    MAX_ENGINES as MAX_ENGINES,
-    EngineAddresses as EngineAddresses,
-    EngineCoreReadyResponse as EngineCoreReadyResponse,
-    EngineId as EngineId,
-    HandshakeInit as HandshakeInit,
-    HandshakeReport as HandshakeReport,
-    HandshakeStatus as HandshakeStatus,
-    KvEventsConfig as KvEventsConfig,
-    decode_init as decode_init,
-    decode_ready_response as decode_ready_response,
-    decode_report as decode_report,
-    encode_init as encode_init,
-    encode_ready_response as encode_ready_response,
-    encode_report as encode_report,
-)
-from trio_vllm.protocol.logprobs import (
-    Logprobs as Logprobs,
-    PositionLogprobs as PositionLogprobs,
-    SamplingMask as SamplingMask,
-    TokenLogprob as TokenLogprob,
-)
-from trio_vllm.protocol.multimodal import (
-    MultiModalFeatureSpec as MultiModalFeatureSpec,
-    MultiModalField as MultiModalField,
-    MultiModalFieldElem as MultiModalFieldElem,
-    PlaceholderRange as PlaceholderRange,
-)
-from trio_vllm.protocol.output import (
-    ENGINE_CORE_DEAD as ENGINE_CORE_DEAD,
-    DpControlOutput as DpControlOutput,
-    EngineCoreEvent as EngineCoreEvent,
-    EngineCoreOutput as EngineCoreOutput,
-    EngineCoreOutputs as EngineCoreOutputs,
-    EngineDead as EngineDead,
-    EventType as EventType,
-    FinishReason as FinishReason,
-    OutputsMessage as OutputsMessage,
-    RequestBatchOutputs as RequestBatchOutputs,
-    RequestErrorInfo as RequestErrorInfo,
-    UndecodedBatch as UndecodedBatch,
-    UtilityCallOutput as UtilityCallOutput,
-    decode_outputs as decode_outputs,
-    decode_outputs_lazily as decode_outputs_lazily,
-    encode_outputs as encode_outputs,
-    plain_token_ids as plain_token_ids,
-    row_request_id as row_request_id,
-)
-from trio_vllm.protocol.request import (
-    AbortRequests as AbortRequests,
-    EngineCoreRequest as EngineCoreRequest,
-    EngineMessage as EngineMessage,
-    KvHintAction as KvHintAction,
-    KvHintsEnvelope as KvHintsEnvelope,
-    LateChunkingParams as LateChunkingParams,
-    LateInteractionParams as LateInteractionParams,
-    LoRARequest as LoRARequest,
-    PoolingParams as PoolingParams,
-    RequestType as RequestType,
-    StartDpWave as StartDpWave,
-    decode_engine_message as decode_engine_message,
-    encode_abort as encode_abort,
-    encode_add as encode_add,
-    encode_start_dp_wave as encode_start_dp_wave,
-    encode_utility as encode_utility,
-    request_label as request_label,
-)
-from trio_vllm.protocol.sampling import (
-    EngineCoreSamplingParams as EngineCoreSamplingParams,
-    RepetitionDetectionParams as RepetitionDetectionParams,
-    SamplingParams as SamplingParams,
-    StructuredOutputsParams as StructuredOutputsParams,
-)
-from trio_vllm.protocol.startup import (
-    FrontendStartup as FrontendStartup,
-    Phase as Phase,
-)
-from trio_vllm.protocol.stats import (
-    CudagraphStats as CudagraphStats,
-    IterationDetails as IterationDetails,
-    KvCacheEvictionEvent as KvCacheEvictionEvent,
-    PerfStats as PerfStats,
-    PrefillStats as PrefillStats,
-    PrefixCacheStats as PrefixCacheStats,
-    RequestSpecDecodeMetrics as RequestSpecDecodeMetrics,
-    SchedulerStats as SchedulerStats,
-    SpecDecodingStats as SpecDecodingStats,
-)
-from trio_vllm.protocol.structs import defaults_of as defaults_of, index_of as index_of
-from trio_vllm.protocol.utility import (
-    UtilityOutput as UtilityOutput,
-    UtilityRequest as UtilityRequest,
-)
+from trio_vllm.protocol.handshake import MAX_ENGINES as MAX_ENGINES
+from trio_vllm.protocol.handshake import EngineAddresses as EngineAddresses
+from trio_vllm.protocol.handshake import EngineCoreReadyResponse as EngineCoreReadyResponse
+from trio_vllm.protocol.handshake import EngineId as EngineId
+from trio_vllm.protocol.handshake import HandshakeInit as HandshakeInit
+from trio_vllm.protocol.handshake import HandshakeReport as HandshakeReport
+from trio_vllm.protocol.handshake import HandshakeStatus as HandshakeStatus
+from trio_vllm.protocol.handshake import KvEventsConfig as KvEventsConfig
+from trio_vllm.protocol.handshake import decode_init as decode_init
+from trio_vllm.protocol.handshake import decode_ready_response as decode_ready_response
+from trio_vllm.protocol.handshake import decode_report as decode_report
+from trio_vllm.protocol.handshake import encode_init as encode_init
+from trio_vllm.protocol.handshake import encode_ready_response as encode_ready_response
+from trio_vllm.protocol.handshake import encode_report as encode_report
+from trio_vllm.protocol.logprobs import Logprobs as Logprobs
+from trio_vllm.protocol.logprobs import PositionLogprobs as PositionLogprobs
+from trio_vllm.protocol.logprobs import SamplingMask as SamplingMask
+from trio_vllm.protocol.logprobs import TokenLogprob as TokenLogprob
+from trio_vllm.protocol.multimodal import MultiModalFeatureSpec as MultiModalFeatureSpec
+from trio_vllm.protocol.multimodal import MultiModalField as MultiModalField
+from trio_vllm.protocol.multimodal import MultiModalFieldElem as MultiModalFieldElem
+from trio_vllm.protocol.multimodal import PlaceholderRange as PlaceholderRange
+from trio_vllm.protocol.output import ENGINE_CORE_DEAD as ENGINE_CORE_DEAD
+from trio_vllm.protocol.output import DpControlOutput as DpControlOutput
+from trio_vllm.protocol.output import EngineCoreEvent as EngineCoreEvent
+from trio_vllm.protocol.output import EngineCoreOutput as EngineCoreOutput
+from trio_vllm.protocol.output import EngineCoreOutputs as EngineCoreOutputs
+from trio_vllm.protocol.output import EngineDead as EngineDead
+from trio_vllm.protocol.output import EventType as EventType
+from trio_vllm.protocol.output import FinishReason as FinishReason
+from trio_vllm.protocol.output import OutputsMessage as OutputsMessage
+from trio_vllm.protocol.output import RequestBatchOutputs as RequestBatchOutputs
+from trio_vllm.protocol.output import RequestErrorInfo as RequestErrorInfo
+from trio_vllm.protocol.output import UndecodedBatch as UndecodedBatch
+from trio_vllm.protocol.output import UtilityCallOutput as UtilityCallOutput
+from trio_vllm.protocol.output import decode_outputs as decode_outputs
+from trio_vllm.protocol.output import decode_outputs_lazily as decode_outputs_lazily
+from trio_vllm.protocol.output import encode_outputs as encode_outputs
+from trio_vllm.protocol.output import plain_token_ids as plain_token_ids
+from trio_vllm.protocol.output import row_request_id as row_request_id
+from trio_vllm.protocol.request import AbortRequests as AbortRequests
+from trio_vllm.protocol.request import EngineCoreRequest as EngineCoreRequest
+from trio_vllm.protocol.request import EngineMessage as EngineMessage
+from trio_vllm.protocol.request import KvHintAction as KvHintAction
+from trio_vllm.protocol.request import KvHintsEnvelope as KvHintsEnvelope
+from trio_vllm.protocol.request import LateChunkingParams as LateChunkingParams
+from trio_vllm.protocol.request import LateInteractionParams as LateInteractionParams
+from trio_vllm.protocol.request import LoRARequest as LoRARequest
+from trio_vllm.protocol.request import PoolingParams as PoolingParams
+from trio_vllm.protocol.request import RequestType as RequestType
+from trio_vllm.protocol.request import StartDpWave as StartDpWave
+from trio_vllm.protocol.request import decode_engine_message as decode_engine_message
+from trio_vllm.protocol.request import encode_abort as encode_abort
+from trio_vllm.protocol.request import encode_add as encode_add
+from trio_vllm.protocol.request import encode_start_dp_wave as encode_start_dp_wave
+from trio_vllm.protocol.request import encode_utility as encode_utility
+from trio_vllm.protocol.request import request_label as request_label
+from trio_vllm.protocol.sampling import EngineCoreSamplingParams as EngineCoreSamplingParams
+from trio_vllm.protocol.sampling import RepetitionDetectionParams as RepetitionDetectionParams
+from trio_vllm.protocol.sampling import SamplingParams as SamplingParams
+from trio_vllm.protocol.sampling import StructuredOutputsParams as StructuredOutputsParams
+from trio_vllm.protocol.startup import FrontendStartup as FrontendStartup
+from trio_vllm.protocol.startup import Phase as Phase
+from trio_vllm.protocol.stats import CudagraphStats as CudagraphStats
+from trio_vllm.protocol.stats import IterationDetails as IterationDetails
+from trio_vllm.protocol.stats import KvCacheEvictionEvent as KvCacheEvictionEvent
+from trio_vllm.protocol.stats import PerfStats as PerfStats
+from trio_vllm.protocol.stats import PrefillStats as PrefillStats
+from trio_vllm.protocol.stats import PrefixCacheStats as PrefixCacheStats
+from trio_vllm.protocol.stats import RequestSpecDecodeMetrics as RequestSpecDecodeMetrics
+from trio_vllm.protocol.stats import SchedulerStats as SchedulerStats
+from trio_vllm.protocol.stats import SpecDecodingStats as SpecDecodingStats
+from trio_vllm.protocol.structs import defaults_of as defaults_of
+from trio_vllm.protocol.structs import index_of as index_of
+from trio_vllm.protocol.utility import UtilityOutput as UtilityOutput
+from trio_vllm.protocol.utility import UtilityRequest as UtilityRequest

@@ -1,39 +1,19 @@
-"""Trio channels over ZeroMQ. Nothing above this package imports zmq."""
+"""Trio channels over ZeroMQ: the only package that imports zmq. Internal."""
 
-from trio_vllm.transport.channels import (
-    CoordinatorChannels,
-    Disconnect,
-    EngineChannels,
-    EngineSource,
-    FollowerChannels,
-    FrameReceiver,
-    FrameSender,
-    FrontendChannels,
-    FrontendDisconnect,
-    LeaderChannels,
-    Received,
-)
-from trio_vllm.transport.descriptors import require_descriptors
-from trio_vllm.transport.engine import DESCRIPTORS_PER_ENGINE, join_frontend
-from trio_vllm.transport.frontend import Bootstrapped, HandshakeOwner
-from trio_vllm.transport.memory import InMemory
-
-__all__ = [
-    "DESCRIPTORS_PER_ENGINE",
-    "Bootstrapped",
-    "CoordinatorChannels",
-    "Disconnect",
-    "EngineChannels",
-    "EngineSource",
-    "FollowerChannels",
-    "FrameReceiver",
-    "FrameSender",
-    "FrontendChannels",
-    "FrontendDisconnect",
-    "HandshakeOwner",
-    "InMemory",
-    "LeaderChannels",
-    "Received",
-    "join_frontend",
-    "require_descriptors",
-]
+from trio_vllm.transport.channels import CoordinatorChannels as CoordinatorChannels
+from trio_vllm.transport.channels import Disconnect as Disconnect
+from trio_vllm.transport.channels import EngineChannels as EngineChannels
+from trio_vllm.transport.channels import EngineSource as EngineSource
+from trio_vllm.transport.channels import FollowerChannels as FollowerChannels
+from trio_vllm.transport.channels import FrameReceiver as FrameReceiver
+from trio_vllm.transport.channels import FrameSender as FrameSender
+from trio_vllm.transport.channels import FrontendChannels as FrontendChannels
+from trio_vllm.transport.channels import FrontendDisconnect as FrontendDisconnect
+from trio_vllm.transport.channels import LeaderChannels as LeaderChannels
+from trio_vllm.transport.channels import Received as Received
+from trio_vllm.transport.descriptors import require_descriptors as require_descriptors
+from trio_vllm.transport.engine import DESCRIPTORS_PER_ENGINE as DESCRIPTORS_PER_ENGINE
+from trio_vllm.transport.engine import join_frontend as join_frontend
+from trio_vllm.transport.frontend import Bootstrapped as Bootstrapped
+from trio_vllm.transport.frontend import HandshakeOwner as HandshakeOwner
+from trio_vllm.transport.memory import InMemory as InMemory

@@ -31,6 +31,10 @@ IO_THREADS = 2
 TERMINATION_GRACE = 1.0
 """Seconds that ØMQ may take to end sockets after the longest linger has passed."""
 
+ACCEPT_QUEUE = 4096
+"""Connections that may wait to be accepted. Of more, as when thousands of engines start together, some
+are not told of for seconds that they were not."""
+
 ALWAYS: dict[SocketType, dict[int, int | bytes]] = {
     SocketType.ROUTER: {zmq.ROUTER_MANDATORY: 1},  # tell that the peer is gone, do not drop
     SocketType.XPUB: {zmq.XPUB_VERBOSE: 1},  # tell of each subscription, repeated ones too
@@ -118,6 +122,7 @@ class ZmqContext:
             zmq.LINGER: round(linger * 1000),
             zmq.SNDHWM: send_high_water_mark,
             zmq.RCVHWM: 0,
+            zmq.BACKLOG: ACCEPT_QUEUE,
             **ALWAYS.get(socket_type, {}),
         }
         if identity:

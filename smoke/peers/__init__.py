@@ -1,0 +1,1 @@
+"""What needs real vLLM processes: our client with its engines, its frontends with our mock engines."""

@@ -1,0 +1,1 @@
+"""Messages of every kind, and what vLLM's own types make of them."""

@@ -1,0 +1,88 @@
+"""``llm-smoke``: the app and its commands, which check headless engines end to end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from trio_vllm.cli.app import WRONG_USAGE, invoke, new_app
+from trio_vllm.cli.smoke_options import (
+    AllOptions,
+    GenerateOptions,
+    LogprobsOptions,
+    SmokeOptions,
+    UtilityOptions,
+    check_usage,
+)
+
+app = new_app(
+    "llm-smoke",
+    "Check headless vLLM engines end to end, over their own protocol.\n\n"
+    "An engine serves one connection in its life: start a fresh one for each run, or let --spawn do"
+    " it.\n\n"
+    "Options are also read from the environment (LLM_SMOKE_MAX_TOKENS=3) and from a TOML file"
+    " (--config). Exit codes: 0 passed, 1 failed, 2 wrong usage, 130 stopped by SIGINT, 143 by"
+    " SIGTERM.",
+)
+
+Command = Annotated[
+    str,
+    Parameter(
+        help="With --spawn: the command that starts the engines, after --. {port} and {address} in"
+        " it stand for the handshake address; without --handshake-address a free port is taken."
+        " Otherwise the address is the one that the command names."
+    ),
+]
+Flat = Parameter(name="*")
+
+
+@app.command(validator=check_usage)
+async def generate(
+    *command: Command, options: Annotated[GenerateOptions, Flat] = GenerateOptions()
+) -> int:
+    """Complete a prompt, and check that one final output comes with all tokens."""
+    return await _run(options, command, "generate")
+
+
+@app.command(validator=check_usage)
+async def utility(
+    *command: Command, options: Annotated[UtilityOptions, Flat] = UtilityOptions()
+) -> int:
+    """Reset the engines' caches, put them to sleep and wake them up."""
+    return await _run(options, command, "utility")
+
+
+@app.command(validator=check_usage)
+async def logprobs(
+    *command: Command, options: Annotated[LogprobsOptions, Flat] = LogprobsOptions()
+) -> int:
+    """Complete a prompt, and check the log probabilities of its tokens and of the new ones."""
+    return await _run(options, command, "logprobs")
+
+
+@app.command(name="all", validator=check_usage)
+async def all_smokes(*command: Command, options: Annotated[AllOptions, Flat] = AllOptions()) -> int:
+    """Run generate, utility and logprobs, and sum up.
+
+    With --spawn and --mock each gets fresh engines, otherwise all share one connection.
+    """
+    return await _run(options, command, "generate", "utility", "logprobs")
+
+
+async def _run(options: SmokeOptions, command: Sequence[str], *names: str) -> int:
+    from trio_vllm.cli.smoke_runner import run_smokes
+    from trio_vllm.cli.smokes import SMOKES
+
+    return await run_smokes(options, command, {name: SMOKES[name] for name in names})
+
+
+def main(tokens: Sequence[str] | None = None) -> int:
+    """Run the command line; gives the exit code."""
+    tokens = sys.argv[1:] if tokens is None else tokens
+    if not tokens:  # a gate that runs nothing must not pass
+        app.help_print(tokens, console=app.error_console)
+        return WRONG_USAGE
+    return invoke(app, tokens)

@@ -1,0 +1,166 @@
+"""`MockOptions`, and `with_options`, which makes fields of the mock's own classes options of a command.
+
+Names, defaults, bounds and help are those of `MockEngineConfig` and `ServeOptions`. This module puts
+the options under headings and has each value checked where cyclopts can name the option. Those of
+vLLM's Rust ``vllm-mock-engine`` have its names, defaults and meaning.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import attrs
+from cyclopts import Group, Parameter, Token
+
+from trio_vllm import ConfigurationError
+from trio_vllm.mock import MockEngineConfig, ServeOptions
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+SECTIONS = ("Engines", "Tokens", "What the engines say of themselves", "Life")
+"""The headings of the help, in order."""
+GROUPS = {title: Group(title, sort_key=number) for number, title in enumerate(SECTIONS)}
+
+
+def _split(_type: Any, tokens: Sequence[Token]) -> tuple[str, ...]:
+    return tuple(name for token in tokens for name in token.value.split(","))
+
+
+def _with_no_limit(value: float) -> str:
+    return "no limit" if value == math.inf else str(value)
+
+
+SPECIAL = {
+    "supported_tasks": Parameter(converter=_split, show_default=",".join),
+    "startup_timeout": Parameter(show_default=_with_no_limit),
+    "reconnect": Parameter(negative="--no-reconnect"),
+}
+"""What cannot be told from a field."""
+
+HIDDEN = {"enable_sleep_mode"}
+"""Fields that are not options of the command."""
+
+
+def _checked(field: attrs.Attribute[Any]) -> Parameter:
+    """Check a value by the field's own validator, which speaks of the field."""
+    if field.validator is None:
+        return Parameter()
+
+    def check(_type: Any, value: Any) -> None:
+        fault = field.validator.fault_in(value)  # type: ignore[union-attr]
+        if fault is not None:
+            raise ValueError(f"{fault[0].upper()}{fault[1:]}.")
+
+    return Parameter(validator=check)
+
+
+def _docstrings(*classes: type[Any]) -> dict[str, str]:
+    """The docstrings of the fields of classes in one module, which no class keeps.
+
+    cyclopts finds them, too, but parses the module for each class and looks at every base class,
+    which takes 50 ms.
+    """
+    tree = ast.parse(Path(inspect.getfile(classes[0])).read_text(encoding="utf-8"))
+    names = {cls.__name__ for cls in classes}
+    found: dict[str, str] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name in names:
+            for field, text in itertools.pairwise(node.body):
+                match field, text:
+                    case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(doc))):
+                        found[name] = doc
+    return found
+
+
+def _option(field: attrs.Attribute[Any], hint: Any, doc: str) -> inspect.Parameter:
+    if field.name == "supported_tasks":
+        hint = str  # one text, separated by commas
+    title = field.metadata.get("section")
+    parameters = (
+        Parameter(help=doc),
+        _checked(field),
+        Parameter(group=GROUPS[title]) if title else Parameter(),
+        SPECIAL.get(field.name, Parameter()),
+    )
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=field.default,
+        annotation=Annotated[hint, *parameters],
+    )
+
+
+def _options_of(*classes: type[Any]) -> Iterator[inspect.Parameter]:
+    docs = _docstrings(*classes)
+    for cls in classes:
+        hints = get_type_hints(cls)
+        for field in attrs.fields(cls):
+            if field.name not in HIDDEN:
+                yield _option(field, hints[field.name], docs[field.name])
+
+
+def with_options(function: F) -> F:
+    """Give a function, besides its own, the options of both classes as keyword parameters."""
+    own = inspect.signature(function, eval_str=True).parameters.values()
+    named = [parameter for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]
+    parameters = [*_options_of(ServeOptions, MockEngineConfig), *named]
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return function
+
+
+@attrs.frozen(kw_only=True)
+class MockOptions:
+    """What ``mock-engine`` is told."""
+
+    engine: MockEngineConfig = attrs.field(factory=MockEngineConfig)
+    serving: ServeOptions = attrs.field(factory=ServeOptions)
+    processes: int = 1
+    debug: bool = False
+
+    @classmethod
+    def of(cls, **options: Any) -> MockOptions:
+        """Options by their names.
+
+        Raises:
+          ConfigurationError: They make sense one by one, but not together.
+        """
+        engine = {name: options.pop(name) for name in _names(MockEngineConfig) & options.keys()}
+        serving = {name: options.pop(name) for name in _names(ServeOptions) & options.keys()}
+        return cls(engine=MockEngineConfig(**engine), serving=ServeOptions(**serving), **options)
+
+    def __attrs_post_init__(self) -> None:
+        count = self.processes
+        if count > self.serving.engine_count:
+            raise ConfigurationError(f"--processes {count} is more than --engine-count.")
+        if count > 1 and self.engine.lockstep:
+            raise ConfigurationError(
+                "--lockstep takes --processes 1: engines agree on a wave only within a process."
+            )
+
+    def to_json(self) -> str:
+        """The options that differ from their defaults, for `from_json`."""
+        own = {"processes": self.processes, "debug": self.debug}
+        return json.dumps({**own, **_changed(self.engine), **_changed(self.serving)})
+
+    @classmethod
+    def from_json(cls, text: str) -> MockOptions:
+        """The options of another process."""
+        options = json.loads(text)
+        if "supported_tasks" in options:
+            options["supported_tasks"] = tuple(options["supported_tasks"])
+        return cls.of(**options)
+
+
+def _names(cls: type[Any]) -> set[str]:
+    return {field.name for field in attrs.fields(cls)}
+
+
+def _changed(value: attrs.AttrsInstance) -> dict[str, Any]:
+    return attrs.asdict(value, filter=lambda field, given: given != field.default)

@@ -1,0 +1,291 @@
+"""`run_mock_engines`: runs the engines of ``mock-engine`` in this process, or in several.
+
+Each of several processes, a *worker*, is this module as the program, with some of the engines. It is
+not for people, so neither a command nor an option makes a worker. Its one argument is `MockOptions` in
+JSON: an environment or a file with options has been read, and must not be read a second time.
+
+A worker's standard input says nothing; its end is the request to shut down. It ends when this process
+closes it, and just so when this process is killed. Stop signals are blocked in a worker from the
+start: Ctrl-C reaches all in the foreground, and what becomes of a worker is its parent's to decide.
+Its standard output gets a report, one line of JSON: the summary of its engines, or the failure that
+has ended them.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import trio
+
+from trio_vllm.cli.app import (
+    FAILED,
+    STOP_SIGNALS,
+    logging_to_stderr,
+    one_line,
+    print_line,
+    print_traceback,
+    until_stopped,
+)
+from trio_vllm.cli.child_process import (
+    ChildProcess,
+    EndTimes,
+    ProcessFailedError,
+    child_process,
+    end_in_words,
+)
+from trio_vllm.cli.mock_options import MockOptions
+from trio_vllm.concurrency import running
+
+if TYPE_CHECKING:  # several processes come up faster if this one leaves the engines to them
+    from trio_vllm.mock import Summary
+
+log = logging.getLogger("trio_vllm.mock")
+
+LOG_LAYOUT = "%(asctime)s %(levelname)s %(message)s"
+
+WORKER = (sys.executable, "-P", "-m", "trio_vllm.cli.mock_processes")
+
+GRACE = 8.0
+"""Seconds from the end of the time for requests until a worker is killed.
+
+Engines whose frontend is stuck take 2 to give up and 4 for the rest of their outputs.
+"""
+
+
+async def run_mock_engines(options: MockOptions) -> int:
+    """Run them until a signal stops them; gives the exit code."""
+    await trio.lowlevel.checkpoint()
+    shutdown = trio.Event()
+    serve = serve_here if options.processes == 1 else serve_in_processes
+    with logging_to_stderr(LOG_LAYOUT):
+        try:
+            summary = await until_stopped(partial(serve, options, shutdown=shutdown), shutdown)
+        except Exception as error:
+            print_line("mock-engine", format_failure(error, options))
+            return FAILED
+        if not isinstance(summary, signal.Signals):
+            log.info("%s", format_summary(summary))
+    return 0
+
+
+async def serve_here(options: MockOptions, *, shutdown: trio.Event) -> Summary:
+    """Run all engines of ``options`` until ``shutdown``; raises what `serve_mock_engines` does."""
+    from trio_vllm.mock import serve_mock_engines
+
+    # What has been imported stays; and cycles, which the collector is for, are rare here.
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
+    return await serve_mock_engines(options.engine, options.serving, shutdown=shutdown)
+
+
+def format_failure(error: Exception, options: MockOptions) -> str:
+    """Tell of a failure in one line, after its traceback if that is wanted."""
+    if options.debug:
+        print_traceback(error)
+    return one_line(str(error))
+
+
+def format_summary(summary: Summary) -> str:
+    """All counts in one line."""
+    return (
+        f"summary: requests={summary.requests} tokens={summary.tokens}"
+        f" tokens_per_second={summary.tokens_per_second:.0f} finished={summary.finished}"
+        f" aborted={summary.aborted} errors={summary.errors}"
+    )
+
+
+# Several processes --------------------------------------------------------------------------------
+
+
+async def serve_in_processes(
+    options: MockOptions,
+    *,
+    shutdown: trio.Event,
+    worker: Sequence[str] = WORKER,
+    grace: float = GRACE,
+) -> Summary:
+    """Run the engines of ``options`` until ``shutdown`` is set; gives the counts of them all.
+
+    Args:
+      options: What all are told; ``processes`` says how many there are.
+      shutdown: Ends them in order.
+      worker: The command of a process, without its argument.
+      grace: Seconds that a worker may take to end, besides the time for requests.
+
+    Raises:
+      ProcessFailedError: One process failed, which has ended the others at once.
+
+    Cancellation:
+      Kills the processes.
+    """
+    supervision = _Supervision(options.serving.shutdown_timeout, grace, shutdown)
+    async with AsyncExitStack() as stack:
+        with _stop_signals_blocked():
+            workers = [
+                await stack.enter_async_context(_running_worker(share, worker))
+                for share in shares(options)
+            ]
+        async with trio.open_nursery() as nursery:
+            for each in workers:
+                nursery.start_soon(supervision.guard, each, nursery.cancel_scope)
+    if supervision.failure is not None:
+        raise supervision.failure
+    from trio_vllm.mock import Summary  # not before: workers that start need the processor for it
+
+    return sum((Summary(**summary) for summary in supervision.summaries), Summary())
+
+
+def shares(options: MockOptions) -> Iterator[MockOptions]:
+    """Options for each process: neighbouring engines, as evenly as can be."""
+    serving = options.serving
+    size, larger_ones = divmod(serving.engine_count, options.processes)
+    start = serving.engine_start_index
+    for number in range(options.processes):
+        count = size + (number < larger_ones)
+        share = attrs.evolve(serving, engine_start_index=start, engine_count=count)
+        yield attrs.evolve(options, serving=share, processes=1)
+        start += count
+
+
+@contextmanager
+def _stop_signals_blocked() -> Iterator[None]:
+    """Block stop signals, here for the moment, and for good in processes that are started.
+
+    Processes inherit what is blocked, and so do the threads in which trio starts them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@attrs.define(eq=False)
+class _Worker:
+    """A process with some of the engines."""
+
+    engines: str
+    process: ChildProcess = attrs.field(init=False)
+    report: dict[str, Any] = attrs.field(factory=dict, init=False)
+    """In which it tells of its end; empty if it has ended without."""
+    has_reported: trio.Event = attrs.field(factory=trio.Event, init=False)
+
+    def receive_line(self, line: str) -> None:
+        """Take its report, the only thing that it prints."""
+        self.report = json.loads(line)
+        self.has_reported.set()
+
+
+@asynccontextmanager
+async def _running_worker(options: MockOptions, command: Sequence[str]) -> AsyncIterator[_Worker]:
+    """Start a worker, and leave nothing of it when the block is left."""
+    worker = _Worker(options.serving.engines_in_words)
+    async with child_process(
+        f"the process of {worker.engines}",
+        [*command, options.to_json()],
+        on_line=worker.receive_line,
+        own_session=False,
+        times=EndTimes(0.0, 0.0),
+        stdin=subprocess.PIPE,
+        # It shall find the modules that we have found, whatever lies in its folder.
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as worker.process:
+        log.info("%s: in process %d", worker.engines, worker.process.pid)
+        yield worker
+
+
+@attrs.define
+class _Supervision:
+    """What has become of the workers."""
+
+    _shutdown_timeout: float
+    _grace: float
+    _shutdown: trio.Event
+    summaries: list[dict[str, Any]] = attrs.field(factory=list, init=False)
+    failure: ProcessFailedError | None = attrs.field(default=None, init=False)
+
+    async def guard(self, worker: _Worker, all_workers: trio.CancelScope) -> None:
+        """Task: see one worker to its end; its failure is the failure of all."""
+        await trio.lowlevel.checkpoint()
+        try:
+            self.summaries.append(await self._see_to_its_end(worker))
+        except ProcessFailedError as error:
+            if self.failure is None:
+                self.failure = error
+                all_workers.cancel(reason=str(error))
+
+    async def _see_to_its_end(self, worker: _Worker) -> dict[str, Any]:
+        """Wait for it, once it is to end only for a while; gives the summary of its engines."""
+
+        async def end_on_shutdown() -> None:
+            await self._shutdown.wait()
+            limit.deadline = trio.current_time() + self._shutdown_timeout + self._grace
+            await worker.process.close_stdin()
+
+        async def limit_end() -> None:
+            await worker.has_reported.wait()
+            limit.deadline = trio.current_time() + self._grace
+
+        exit_code = None
+        with trio.CancelScope() as limit:
+            async with running(end_on_shutdown, limit_end):
+                exit_code = await worker.process.wait()
+        if "failure" in worker.report:
+            raise ProcessFailedError(worker.report["failure"])
+        if exit_code is None:
+            raise ProcessFailedError(f"the process of {worker.engines} did not end, and was killed")
+        if exit_code != 0 or "summary" not in worker.report:
+            how = end_in_words(exit_code)
+            raise ProcessFailedError(f"the process of {worker.engines} {how}")
+        summary: dict[str, Any] = worker.report["summary"]
+        return summary
+
+
+# One of them --------------------------------------------------------------------------------------
+
+
+def run_worker(argument: str) -> int:
+    """Run the engines of this process; gives the exit code."""
+    options = MockOptions.from_json(argument)
+    with logging_to_stderr(LOG_LAYOUT):
+        report = trio.run(_report_on_end, options)
+    with suppress(BrokenPipeError):  # the parent was killed: nobody wants to know
+        os.write(sys.stdout.fileno(), json.dumps(report).encode() + b"\n")
+    return FAILED if "failure" in report else 0
+
+
+async def _report_on_end(options: MockOptions) -> dict[str, Any]:
+    await trio.lowlevel.checkpoint()
+    try:
+        summary = await _serve_until_end_of_input(options)
+    except Exception as error:
+        return {"failure": format_failure(error, options)}
+    return {"summary": attrs.asdict(summary)}
+
+
+async def _serve_until_end_of_input(options: MockOptions) -> Summary:
+    shutdown = trio.Event()
+
+    async def watch() -> None:
+        async with trio.lowlevel.FdStream(os.dup(sys.stdin.fileno())) as stdin:
+            async for _ in stdin:
+                pass
+        shutdown.set()
+
+    async with running(watch):
+        return await serve_here(options, shutdown=shutdown)
+
+
+if __name__ == "__main__":
+    sys.exit(run_worker(sys.argv[1]))

@@ -1,0 +1,505 @@
+"""vLLM's scheduler: which request computes how many tokens in each step of an engine.
+
+A step has a budget of tokens. Running requests get theirs first, in the order of their admission;
+one that finds no free KV block preempts the last one admitted, or the least important one. If nobody
+was preempted, waiting requests are admitted with what is left. A prompt that is longer than
+the budget, or than the threshold for long prompts, is computed in chunks.
+
+Source: ``vllm/v1/core/sched/scheduler.py`` of 0.32.0 and 0.33.0, without asynchronous scheduling, encoder
+inputs, KV connectors and speculative decoding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from typing import Literal
+
+import attrs
+
+from trio_vllm.mock.decode_group import DecodeGroup
+from trio_vllm.mock.kv_cache import KvCache
+from trio_vllm.mock.request_queue import FcfsQueue, PriorityQueue
+from trio_vllm.mock.scheduled_request import RequestStatus, ScheduledRequest
+from trio_vllm.protocol import (
+    EngineCoreEvent,
+    EventType,
+    IterationDetails,
+    PrefillStats,
+    SchedulerStats,
+)
+
+
+@attrs.frozen(kw_only=True)
+class SchedulerConfig:
+    """The options of ``vllm serve`` that the scheduler depends on, under their names there."""
+
+    max_model_len: int
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 2048
+    max_num_scheduled_tokens: int | None = None
+    """The token budget of a step, if less than ``max_num_batched_tokens``."""
+    max_num_active_seqs: int | None = None
+    """How many requests may run, if fewer than ``max_num_seqs``."""
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    """Tokens that one prompt may get in a step while there are other requests; 0 is no limit."""
+    long_prefill_token_threshold_adaptive: bool = False
+    """Whether the threshold is at least an even share of the budget."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    watermark: float = 0.0
+    """The part of all blocks that must stay free when a request joins others."""
+    scheduler_reserve_full_isl: bool = True
+    """Whether a request is admitted only if there are blocks for all of its prompt."""
+    max_loras: int | None = None
+    """How many adapters may be used in one step; None without LoRA."""
+    release: tuple[int, int] = (0, 32)
+    """Of vLLM: in 0.33 a request that preempted itself does not end the turn of the others, and
+    adapters count for all running requests."""
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens of one step."""
+        if self.max_num_scheduled_tokens is None:
+            return self.max_num_batched_tokens
+        return min(self.max_num_batched_tokens, self.max_num_scheduled_tokens)
+
+    @property
+    def max_running(self) -> int:
+        """How many requests may run."""
+        return self.max_num_active_seqs or self.max_num_seqs
+
+
+@attrs.frozen
+class RowExtras:
+    """What the row of a request carries besides tokens and finish reason."""
+
+    events: list[EngineCoreEvent]
+    prefill_stats: PrefillStats | None
+
+
+@attrs.define(eq=False)
+class Step:
+    """What an engine does in one step."""
+
+    now: float
+    budget: int
+    """Tokens that are left."""
+    long_prefill_threshold: float
+    scheduled: dict[ScheduledRequest, int] = attrs.field(factory=dict, init=False)
+    """Tokens of each request that is not in the decode group."""
+    preempted: list[ScheduledRequest] = attrs.field(factory=list, init=False)
+    admitted: list[ScheduledRequest] = attrs.field(factory=list, init=False)
+    rows: list[ScheduledRequest] = attrs.field(factory=list, init=False)
+    """The requests for which a token is sampled, in the order of the output message."""
+    individual_rows: list[ScheduledRequest] = attrs.field(factory=list, init=False)
+    """Those of them that are not in the decode group."""
+    context_length: int = attrs.field(default=0, init=False)
+    """Tokens of all scheduled requests that are computed after the step: what attention looks at."""
+    details: IterationDetails = attrs.field(factory=IterationDetails, init=False)
+
+    @property
+    def num_tokens(self) -> int:
+        """Computed in this step, prompts and outputs."""
+        return self.details.num_ctx_tokens + self.details.num_generation_tokens
+
+    def give(self, request: ScheduledRequest, num_tokens: int) -> None:
+        """Spend tokens of the budget on a request."""
+        self.scheduled[request] = num_tokens
+        self.budget -= num_tokens
+
+    def take_back(self, request: ScheduledRequest) -> None:
+        """Undo `give`."""
+        self.budget += self.scheduled.pop(request, 0)
+
+
+class Scheduler:
+    """The unfinished requests of one engine, its KV cache, and who is next.
+
+    A step is a call of `schedule` and then one of `update`. The caller decides which token is sampled for
+    each row and when a request is finished; it must finish one that reaches ``max_model_len``.
+    In between it may add and abort requests.
+
+    Args:
+      fast_path: Whether requests that all decode go through a `DecodeGroup`. It changes the time that
+        a step takes and nothing else.
+    """
+
+    def __init__(self, config: SchedulerConfig, cache: KvCache, *, fast_path: bool = True) -> None:
+        self._config = config
+        self._cache = cache
+        self._waiting: FcfsQueue[ScheduledRequest] | PriorityQueue[ScheduledRequest] = (
+            PriorityQueue() if config.scheduling_policy == "priority" else FcfsQueue()
+        )
+        self._running: list[ScheduledRequest] = []
+        self._requests: dict[str, ScheduledRequest] = {}
+        self._skipped: set[ScheduledRequest] = set()
+        self._fast_path = fast_path
+        self._group = DecodeGroup(cache.block_size)
+        self._watermark_blocks = int(config.watermark * cache.num_blocks)
+        self._seats = 0
+        self._steps = 0
+        self._farewell = False
+        self.paused: Literal["no", "new", "all"] = "no"
+        """Whether waiting requests are held back (``new``), or running ones as well (``all``)."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests that were admitted."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step is due.
+
+        The engine makes one more step, without tokens, after requests are finished: in it the workers
+        drop what they know of them.
+        """
+        return self._farewell or self.num_unfinished > 0
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that can go on."""
+        if self.paused == "all":
+            return 0
+        return self.num_running + (self.num_waiting if self.paused == "no" else 0)
+
+    def get(self, request_id: str) -> ScheduledRequest | None:
+        """The unfinished request of this id."""
+        return self._requests.get(request_id)
+
+    def add(self, request: ScheduledRequest, now: float) -> None:
+        """Queue a request."""
+        self._requests[request.request_id] = request
+        request.record(EventType.QUEUED, now)
+        self._waiting.add(request)
+        if request.blocked:
+            self._skipped.add(request)
+
+    def abort(self, request_ids: Iterable[str]) -> list[ScheduledRequest]:
+        """Finish requests from outside of a step; unknown ids are ignored.
+
+        Returns:
+          Those that were aborted. They get no row.
+        """
+        known = [self._requests[one] for one in request_ids if one in self._requests]
+        requests = list(dict.fromkeys(known))
+        self._leave_queues(requests)
+        for request in requests:
+            self._free(request)
+        return requests
+
+    def abort_all(self) -> list[ScheduledRequest]:
+        """Finish all requests, in the order in which they were added."""
+        return self.abort(list(self._requests))
+
+    def reset_prefix_cache(self, now: float, *, reset_running_requests: bool = False) -> bool:
+        """Forget cached blocks.
+
+        Args:
+          now: Time of the preemptions.
+          reset_running_requests: Whether running requests are preempted for it. Otherwise nothing
+            is done while any hold blocks.
+
+        Returns:
+          Whether it was done.
+        """
+        if reset_running_requests:
+            self._group.dissolve()
+            while self._running:
+                self._preempt(self._running.pop(), now)
+        return self._cache.reset_prefix_cache()
+
+    def schedule(self, now: float) -> Step:
+        """Begin a step: decide who computes what, allocate blocks, preempt and admit."""
+        step = self._new_step(now)
+        if self._decodes_steadily(step):
+            self._schedule_group(step)
+        else:
+            self._group.dissolve()
+            self._schedule_running(step)
+        if not step.preempted and self.paused == "no":
+            self._schedule_waiting(step)
+        self._advance(step)
+        self._farewell = False
+        return step
+
+    def update(
+        self, step: Step, finished: Collection[ScheduledRequest] = ()
+    ) -> dict[ScheduledRequest, RowExtras]:
+        """End a step: each row got one token.
+
+        Args:
+          step: As `schedule` gave it.
+          finished: Those whose row is their last one.
+
+        Returns:
+          For the rows that have any: what they carry besides tokens. A request that was aborted since
+          `schedule` has no row.
+        """
+        extras: dict[ScheduledRequest, RowExtras] = {}
+        for request in step.individual_rows:
+            if request.status is RequestStatus.RUNNING:
+                request.num_tokens += 1
+                if request.events:
+                    extras[request] = self._take_extras(request)
+        if finished:
+            self._finish(finished)
+        self._regroup(step)
+        return extras
+
+    def make_stats(self, step: Step | None = None) -> SchedulerStats:
+        """The state of the scheduler, and what happened since this was last called."""
+        num_skipped = len(self._skipped)
+        return SchedulerStats(
+            num_running_reqs=self.num_running,
+            num_waiting_reqs=self.num_waiting - num_skipped,
+            num_skipped_waiting_reqs=num_skipped,
+            kv_cache_usage=self._cache.usage,
+            prefix_cache_stats=self._cache.take_statistics(),
+            iteration_details=step.details if step is not None and step.num_tokens else None,
+        )
+
+    def _new_step(self, now: float) -> Step:
+        config = self._config
+        threshold: float = config.long_prefill_token_threshold
+        others = self.num_running + self.num_waiting
+        if others <= 1 or not threshold:
+            # Without others there is nobody whom a long prompt could keep waiting.
+            threshold = math.inf
+        elif config.long_prefill_token_threshold_adaptive:
+            threshold = max(threshold, config.max_num_batched_tokens // others)
+        return Step(now, 0 if self.paused == "all" else config.token_budget, threshold)
+
+    def _decodes_steadily(self, step: Step) -> bool:
+        """Whether each running request computes one token, and none is preempted."""
+        return (
+            len(self._group) == len(self._running) <= step.budget
+            and self._group.blocks_needed <= self._cache.free_count
+        )
+
+    def _schedule_group(self, step: Step) -> None:
+        """Schedule the running requests, all of which decode."""
+        cache, block_size = self._cache, self._cache.block_size
+        for request, num_computed_tokens in self._group.step():
+            # A block begins with one token, and so it may also be full of it.
+            if num_computed_tokens % block_size == 1 % block_size:
+                cache.extend(request.table, num_computed_tokens)
+            if not num_computed_tokens % block_size:
+                cache.cache_full_blocks(request.table, num_computed_tokens)
+        count = len(self._running)
+        step.rows = self._running.copy()
+        step.budget -= count
+        step.details.num_generation_requests = step.details.num_generation_tokens = count
+        step.context_length = self._group.num_computed_tokens
+
+    def _schedule_running(self, step: Step) -> None:
+        """Schedule the running requests one by one."""
+        index = 0
+        while index < len(self._running) and step.budget > 0:
+            request = self._running[index]
+            num_tokens = self._next_chunk(request, step)
+            if not num_tokens:
+                index += 1
+                continue
+            while not self._allocate(request, num_tokens):
+                victim = self._choose_victim()
+                if self._running.index(victim) < index:
+                    index -= 1
+                self._running.remove(victim)
+                step.take_back(victim)
+                step.preempted.append(victim)
+                self._preempt(victim, step.now)
+                if victim is request:
+                    break
+            if request.status is RequestStatus.RUNNING:
+                step.give(request, num_tokens)
+                index += 1
+            elif not self._goes_on_without(request):
+                break
+
+    def _next_chunk(self, request: ScheduledRequest, step: Step) -> int:
+        """How many tokens a running request is to compute."""
+        num_tokens = min(
+            request.num_tokens - request.num_computed_tokens,
+            step.long_prefill_threshold,
+            step.budget,
+            self._config.max_model_len - request.num_computed_tokens - 1,
+        )
+        return int(num_tokens)
+
+    def _choose_victim(self) -> ScheduledRequest:
+        """The running request to be preempted."""
+        if self._config.scheduling_policy == "priority":
+            return max(self._running, key=lambda request: request.urgency[:2])
+        return self._running[-1]
+
+    def _goes_on_without(self, request: ScheduledRequest) -> bool:
+        """Whether others are still scheduled after a request had to preempt itself."""
+        return self._config.release >= (0, 33) and self._config.scheduling_policy == "priority"
+
+    def _preempt(self, request: ScheduledRequest, now: float) -> None:
+        """Take a request's blocks and put it back into the queue; it is out of the running ones."""
+        self._cache.free(request.table)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        request.record(EventType.PREEMPTED, now)
+        self._waiting.put_back([request])
+
+    def _allocate(self, request: ScheduledRequest, num_tokens: int) -> bool:
+        """Give a running request the blocks for its next tokens, if there are enough."""
+        cache, table = self._cache, request.table
+        end = min(request.num_computed_tokens + num_tokens, self._config.max_model_len)
+        if cache.blocks_for(end) - len(table.blocks) > cache.free_count:
+            return False
+        cache.extend(table, end)
+        cache.cache_full_blocks(table, end)
+        return True
+
+    def _schedule_waiting(self, step: Step) -> None:
+        """Admit waiting requests while there is room."""
+        skipped: list[ScheduledRequest] = []
+        loras = self._scheduled_loras(step)
+        while step.budget > 0 and self._waiting and self.num_running < self._config.max_running:
+            request = self._waiting.peek()
+            if request.blocked or self._exceeds_loras(request, loras):
+                self._waiting.pop()
+                self._skipped.add(request)
+                skipped.append(request)
+            elif self._admit(request, step):
+                if request.table.lora_id is not None:
+                    loras.add(request.table.lora_id)
+            else:
+                break
+        self._waiting.put_back(skipped)
+
+    def _scheduled_loras(self, step: Step) -> set[int]:
+        """The adapters in use."""
+        if self._config.max_loras is None:
+            return set()
+        in_use = self._running if self._config.release >= (0, 33) else step.rows or step.scheduled
+        return {one.table.lora_id for one in in_use if one.table.lora_id is not None}
+
+    def _exceeds_loras(self, request: ScheduledRequest, loras: set[int]) -> bool:
+        """Whether the request's adapter would be one too many."""
+        lora_id = request.table.lora_id
+        return lora_id is not None and lora_id not in loras and len(loras) == self._config.max_loras
+
+    def _admit(self, request: ScheduledRequest, step: Step) -> bool:
+        """Let the first waiting request run, unless it does not fit."""
+        cache, table = self._cache, request.table
+        cached = cache.find_cached(table, request.num_tokens)
+        num_computed_tokens = len(cached) * cache.block_size
+        remaining = min(request.num_tokens - num_computed_tokens, step.long_prefill_threshold)
+        if remaining > step.budget and not self._config.enable_chunked_prefill:
+            return False
+        num_tokens = int(min(remaining, step.budget))
+        if not self._fits(request, cached, num_computed_tokens + num_tokens):
+            return False
+        request.begin_prefill(num_computed_tokens)
+        if cache.reads_cache(table):
+            preempted = request.num_preemptions > 0
+            cache.record_query(request.num_tokens, num_computed_tokens, preempted=preempted)
+        cache.adopt(table, cached)
+        end = min(num_computed_tokens + num_tokens, self._config.max_model_len)
+        cache.extend(table, end)
+        cache.cache_full_blocks(table, end)
+        self._seat(request, step)
+        request.num_computed_tokens = num_computed_tokens
+        step.give(request, num_tokens)
+        return True
+
+    def _fits(self, request: ScheduledRequest, cached: list[int], num_tokens: int) -> bool:
+        """Whether there are blocks for a waiting request, beyond those it finds cached."""
+        config, cache = self._config, self._cache
+        if config.scheduler_reserve_full_isl:
+            num_tokens = max(num_tokens, request.num_tokens)
+        needed = cache.blocks_for(min(num_tokens, config.max_model_len)) - len(cached)
+        # Cached blocks that nobody holds count as free until they are taken.
+        needed += cache.count_unreferenced(cached)
+        if self._running:
+            needed += self._watermark_blocks
+        return needed <= cache.free_count
+
+    def _seat(self, request: ScheduledRequest, step: Step) -> None:
+        """Move the first waiting request to the running ones."""
+        self._waiting.pop()
+        self._skipped.discard(request)
+        self._seats += 1
+        request.seat = self._seats
+        request.status = RequestStatus.RUNNING
+        request.record(EventType.SCHEDULED, step.now)
+        self._running.append(request)
+        step.admitted.append(request)
+
+    def _advance(self, step: Step) -> None:
+        """Count the tokens that are computed in this step, and see who gets a new one."""
+        details = step.details
+        for request, num_tokens in step.scheduled.items():
+            if request.num_tokens == request.num_prompt_tokens:  # no output so far
+                details.num_ctx_requests += 1
+                details.num_ctx_tokens += num_tokens
+            else:
+                details.num_generation_requests += 1
+                details.num_generation_tokens += num_tokens
+            request.num_computed_tokens += num_tokens
+            step.context_length += request.num_computed_tokens
+            if request.num_computed_tokens == request.num_tokens:
+                step.individual_rows.append(request)
+        step.rows += step.individual_rows
+        if step.num_tokens:
+            details.iteration_index = self._steps
+            self._steps += 1
+
+    def _take_extras(self, request: ScheduledRequest) -> RowExtras:
+        block_size = self._cache.block_size
+        return RowExtras(request.take_events(), request.take_prefill_stats(block_size))
+
+    def _finish(self, finished: Collection[ScheduledRequest]) -> None:
+        """End requests in the order of their rows."""
+        ending = sorted(finished, key=lambda request: request.seat)
+        requests = [one for one in ending if one.status is RequestStatus.RUNNING]
+        self._leave_queues(requests)
+        for request in requests:
+            self._free(request)
+
+    def _leave_queues(self, requests: Collection[ScheduledRequest]) -> None:
+        """Take requests out of where they run or wait."""
+        running = [one for one in requests if one.status is RequestStatus.RUNNING]
+        for request in running:
+            self._group.leave(request)
+        if len(running) == 1:
+            self._running.remove(running[0])
+        elif running:
+            leaving = set(running)
+            self._running = [one for one in self._running if one not in leaving]
+        if len(running) < len(requests):
+            waiting = set(requests)
+            self._waiting.remove(waiting)
+            self._skipped -= waiting
+
+    def _free(self, request: ScheduledRequest) -> None:
+        request.status = RequestStatus.FINISHED
+        self._cache.free(request.table)
+        del self._requests[request.request_id]
+        self._farewell = True
+
+    def _regroup(self, step: Step) -> None:
+        """Let the decode group count for the running requests as soon as all of them decode."""
+        if not self._fast_path:
+            return
+        group = self._group
+        newcomers = [one for one in step.admitted if one.status is RequestStatus.RUNNING]
+        if not len(group):
+            newcomers = self._running
+        if all(request.is_decoding for request in newcomers):
+            for request in newcomers:
+                group.join(request)
+        else:
+            group.dissolve()

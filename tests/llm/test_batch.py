@@ -1,0 +1,210 @@
+"""`Llm.map`: many requests, a limited number at a time."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import trio
+from tests.client.pair import open_pair
+from tests.llm.world import LlmWorld, make_prompt, open_llm_world
+from trio.testing import wait_all_tasks_blocked
+
+from trio_vllm.errors import ConfigurationError, EngineCoreError, EngineDeadError, InvalidFieldError
+from trio_vllm.llm import GenerateOutput, GenerateRequest, Llm
+from trio_vllm.llm.batch import BatchResults
+
+Pair = tuple[GenerateRequest, GenerateOutput | EngineCoreError]
+
+
+async def in_flight(world: LlmWorld) -> int:
+    """How many requests are in flight, once nothing moves."""
+    await wait_all_tasks_blocked()
+    return world.llm.client.in_flight_count
+
+
+def prompts(count: int) -> Iterator[GenerateRequest]:
+    """Requests "0", "1", …"""
+    return (make_prompt(str(number)) for number in range(count))
+
+
+async def test_all_are_answered() -> None:
+    """Each request comes back with its own output."""
+    async with open_pair(2) as (world, _):
+        llm = Llm(world.client)
+        requests = [make_prompt(str(n), max_tokens=n % 7 + 1) for n in range(100)]
+        async with llm.map(requests, limit=9) as results:
+            pairs = [pair async for pair in results]
+
+    assert {request.request_id for request, _ in pairs} == {str(n) for n in range(100)}
+    for request, output in pairs:
+        assert isinstance(output, GenerateOutput)
+        assert len(output.token_ids) == int(request.request_id or "") % 7 + 1
+
+
+async def test_as_they_end() -> None:
+    """Whoever ends first comes first."""
+    async with open_llm_world(randomize_request_ids=False) as world:
+        async with world.llm.map(prompts(2)) as results:
+            await wait_all_tasks_blocked()
+            await world.finish("1")
+            first, _ = await anext(results)
+            await world.finish("0")
+            second, _ = await anext(results)
+            with pytest.raises(StopAsyncIteration):
+                await anext(results)
+
+    assert (first.request_id, second.request_id) == ("1", "0")
+
+
+async def test_in_order() -> None:
+    """On wish they come as they were given."""
+    async with open_llm_world(randomize_request_ids=False) as world:
+        async with world.llm.map(prompts(3), ordered=True) as results:
+            await wait_all_tasks_blocked()
+            for request_id in "210":
+                await world.finish(request_id)
+            order = [request.request_id async for request, _ in results]
+
+    assert order == ["0", "1", "2"]
+
+
+async def test_no_more_than_the_limit() -> None:
+    """What has ended counts until it is taken, so that a slow caller slows the sending."""
+    async with open_llm_world(randomize_request_ids=False) as world:
+        async with world.llm.map(prompts(10), limit=3) as results:
+            assert await in_flight(world) == 3
+            await world.finish("0")
+            assert await in_flight(world) == 2
+            await anext(results)
+            assert await in_flight(world) == 3
+
+
+async def test_requests_are_taken_as_there_is_room() -> None:
+    """They may be endless."""
+    taken: list[int] = []
+
+    def endless() -> Iterator[GenerateRequest]:
+        while True:
+            taken.append(len(taken))
+            yield make_prompt(str(len(taken)))
+
+    async with open_llm_world() as world:
+        async with world.llm.map(endless(), limit=2):
+            assert await in_flight(world) == 2
+        await wait_all_tasks_blocked()
+        world.assert_tidy()
+
+    assert taken == [0, 1]
+
+
+async def test_asynchronous_requests() -> None:
+    """They may come from where one has to wait."""
+
+    async def arriving() -> AsyncIterator[GenerateRequest]:
+        for request in prompts(3):
+            await trio.lowlevel.checkpoint()
+            yield request
+
+    async with open_pair() as (world, _):
+        async with Llm(world.client).map(arriving()) as results:
+            pairs = [pair async for pair in results]
+
+    assert len(pairs) == 3
+
+
+async def test_an_error_of_one_does_not_end_the_others() -> None:
+    """It stands in the place of its output."""
+    async with open_pair() as (world, _):
+        requests = [make_prompt("a"), make_prompt("b", max_tokens=-1), make_prompt("c")]
+        async with Llm(world.client).map(requests, ordered=True) as results:
+            outcomes = [outcome async for _, outcome in results]
+
+    assert isinstance(outcomes[0], GenerateOutput)
+    assert isinstance(outcomes[1], InvalidFieldError)
+    assert isinstance(outcomes[2], GenerateOutput)
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+async def test_retries_when_the_engine_dies(retries: int) -> None:
+    """With one the other engine gets the request, without it comes back with the error."""
+    async with open_llm_world(2, randomize_request_ids=False) as world:
+        async with world.llm.map([make_prompt("a")], retries=retries) as results:
+            await wait_all_tasks_blocked()
+            await world.world.engines[0].die()
+            await wait_all_tasks_blocked()
+            if retries:
+                assert await in_flight(world) == 1
+                world.llm.abort()
+            (pair,) = [pair async for pair in results]
+
+    assert isinstance(pair[1], GenerateOutput if retries else EngineDeadError)
+
+
+async def test_an_error_of_the_requests() -> None:
+    """It comes out of the iterator, after what was there before it."""
+
+    def broken() -> Iterator[GenerateRequest]:
+        yield make_prompt("a")
+        raise ZeroDivisionError
+
+    pairs: list[Pair] = []
+    async with open_pair() as (world, _):
+        async with Llm(world.client).map(broken()) as results:
+            with pytest.raises(ZeroDivisionError):
+                async for pair in results:
+                    pairs.append(pair)  # noqa: PERF401
+
+    assert len(pairs) == 1
+
+
+async def test_leaving_early_aborts() -> None:
+    """Nothing runs after the block, and its error comes out bare."""
+    async with open_llm_world() as world:
+        with pytest.raises(ZeroDivisionError):
+            async with world.llm.map(prompts(5)):
+                await wait_all_tasks_blocked()
+                raise ZeroDivisionError
+        world.assert_tidy()
+
+
+async def test_cancelling_the_wait_loses_nothing() -> None:
+    """The next wait gets the pair."""
+    async with open_llm_world(randomize_request_ids=False) as world:
+        async with world.llm.map(prompts(1)) as results:
+            with trio.move_on_after(0) as scope:
+                await anext(results)
+            assert scope.cancelled_caught
+            await wait_all_tasks_blocked()
+            await world.finish("0")
+            request, _ = await anext(results)
+
+    assert request.request_id == "0"
+
+
+async def test_one_task_at_a_time() -> None:
+    """A second one is refused."""
+    async with open_llm_world() as world:
+        async with world.llm.map(prompts(1)) as results:
+            outcome = await world.start(results.__anext__)
+            with pytest.raises(trio.BusyResourceError):
+                await anext(results)
+            assert not outcome.is_over
+            world.llm.abort()
+
+
+@pytest.mark.parametrize(("limit", "retries"), [(0, 0), (1, -1)])
+async def test_bad_options(limit: int, retries: int) -> None:
+    """They are refused before anything is sent."""
+    async with open_llm_world() as world:
+        with pytest.raises(ConfigurationError):
+            async with world.llm.map(prompts(1), limit=limit, retries=retries):
+                pytest.fail("it was opened")
+
+
+async def test_nothing_to_do() -> None:
+    """No requests, no pairs."""
+    async with open_llm_world() as world:
+        async with world.llm.map([]) as results:
+            assert isinstance(results, BatchResults)
+            assert [pair async for pair in results] == []
