@@ -59,7 +59,7 @@ class CheckedSink(Collector):
     @property
     def is_over(self) -> bool:
         """Whether nothing more may come."""
-        return self.finished or self.error is not None or self.was_dropped
+        return super().is_over or self.was_dropped
 
     def add_tokens(self, token_ids: list[int], timestamp: float, version: str | None) -> None:
         assert not self.is_over, "tokens came after the end"
@@ -78,7 +78,7 @@ class CheckedSink(Collector):
     def read(self) -> None:
         """Take what has come, as a stream does."""
         try:
-            completion = self.take()
+            completion = self.take_delta()
         except DecodeError as error:
             check_text(str(error))
         else:

@@ -27,7 +27,7 @@ from pathlib import Path
 import attrs
 import trio
 
-from provision import free_port
+from harness import free_port
 from processes import Process, running
 from soak.loads import Load, MiscountError, read_for_ever
 from soak.samples import Sampler, Series

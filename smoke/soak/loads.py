@@ -11,14 +11,15 @@ import attrs
 import trio
 
 from trio_vllm import (
+    CompletionDelta,
     CompletionOutput,
     EngineDeadError,
     FinishReason,
     GenerateRequest,
-    InvalidDataParallelRankError,
     Llm,
     SamplingParams,
 )
+from trio_vllm.errors import InvalidDataParallelRankError
 from trio_vllm.mock.content import TokenSource, request_key
 
 VOCAB_SIZE = 32_000
@@ -134,7 +135,9 @@ class Load:
                 token_ids += delta.token_ids
         self._finished(delta, token_ids, length)
 
-    def _finished(self, last: CompletionOutput, token_ids: list[int], length: int) -> None:
+    def _finished(
+        self, last: CompletionDelta | CompletionOutput, token_ids: list[int], length: int
+    ) -> None:
         index = last.engine_index
         key = request_key(0, index, last.engine_request_id)
         if last.finish_reason is FinishReason.ABORT and index:
