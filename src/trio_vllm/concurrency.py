@@ -1,4 +1,4 @@
-"""Tasks that run beside a block of code, and no longer than it.
+"""`running`: tasks beside a block of code; `Waker`: one task that waits for another.
 
 The only place that takes exceptions out of groups. It keeps all of them out of the nursery, which
 would wrap them, and sorts them when the nursery is closed.
@@ -13,8 +13,6 @@ import attrs
 import trio
 
 from trio_vllm.errors import InternalError
-
-# MERGED _waker: One task waiting for another's news, at the lowest price trio has.
 
 
 @asynccontextmanager

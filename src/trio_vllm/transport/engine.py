@@ -93,7 +93,7 @@ async def join_frontend(
             set_linger(handshake, READY_LINGER)
             handshake.send_nowait(encode_report(HandshakeReport(status=HandshakeStatus.READY)))
             await joining.wait_registered()
-            handshake.close()
+            joining.leave_handshake()
         try:
             async with joining.disconnects() as disconnects:
                 yield FrontendChannels(joining.inputs, joining.outputs, disconnects, coordinator)
@@ -245,6 +245,11 @@ class _Joining:
         ]
         async with running(*(partial(watch, *one) for one in watched)):
             yield receive
+
+    def leave_handshake(self) -> None:
+        """Close the handshake's connection, and what watches it; READY still gets out."""
+        self._frontend.close()
+        self._handshake.close()
 
     def skip_linger_of_lost_clients(self) -> None:
         """Do not wait for last outputs to reach clients that are gone."""

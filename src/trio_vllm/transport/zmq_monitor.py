@@ -326,6 +326,10 @@ class OutgoingConnection:
         self._is_lost = False
         self._is_foreign = False
 
+    def close(self) -> None:
+        """Watch it no longer."""
+        self._monitor.close()
+
     @property
     def is_lost(self) -> bool:
         """Whether it was open and broke."""
