@@ -101,6 +101,22 @@ def bench(session: nox.Session) -> None:
     session.run("python", "-m", "bench", *session.posargs, env={"PYTHONPATH": str(ROOT / "smoke")})
 
 
+@nox.session(python="3.11", default=False)  # atheris has wheels for few Pythons
+def fuzz(session: nox.Session) -> None:
+    """Fuzz what reads messages, a minute or as told: ``nox -s fuzz -- [TARGET...] --seconds N --runs N``."""
+    session.install(".", *group("fuzz"))
+    session.run("python", "-m", "fuzz", *session.posargs, env={"PYTHONPATH": str(ROOT / "smoke")})
+
+
+@nox.session(default=False)
+def soak(session: nox.Session) -> None:
+    """Load a client and mock engines, with faults, for some minutes: ``nox -s soak -- MINUTES``."""
+    session.install(".")
+    if any(argument.startswith("--plot") for argument in session.posargs):
+        session.install("matplotlib")
+    session.run("python", "-m", "soak", *session.posargs, env={"PYTHONPATH": str(ROOT / "smoke")})
+
+
 @nox.session
 def build(session: nox.Session) -> None:
     """Build the wheel into dist/, look into it, and run its commands."""
