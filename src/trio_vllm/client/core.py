@@ -84,6 +84,7 @@ from trio_vllm.protocol import (
     decode_outputs_lazily,
     encode_utility,
     plain_token_ids,
+    raw_logprobs_of,
     row_request_id,
 )
 
@@ -453,11 +454,31 @@ class FrontendCore:
                         continue
                     else:
                         continue
+            elif self._receive_logprobs(engine, row, batch):
+                continue
             self._receive_row(engine, row, batch)
         if batch.finished_requests:
             self._receive_finished(engine, batch.finished_requests)
         if batch.has_stats:
             self._receive_stats(engine, batch)
+
+    def _receive_logprobs(self, engine: Engine, row: Any, batch: UndecodedBatch) -> bool:
+        """Hand over a row of one token with its log probabilities; False if it is another one."""
+        logprobs = raw_logprobs_of(row)
+        if logprobs is None or (request_id := row_request_id(row)) is None:
+            return False
+        sink = engine.requests.get(request_id)
+        if sink is None:
+            return False
+        try:
+            return sink.add_raw_logprobs(
+                row[1], logprobs, batch.frames, batch.timestamp, batch.weight_version
+            )
+        except OverflowError:
+            return False
+        except DecodeError as error:
+            self._fail_request(engine, request_id, error)
+            return True
 
     def _receive_row(self, engine: Engine, row: object, batch: UndecodedBatch) -> None:
         request_id = row_request_id(row)

@@ -192,12 +192,13 @@ class UndecodedBatch:
     finished_requests: list[str] | None
     weight_version: str | None
     _raw_stats: Any
-    _frames: Frames
+    frames: Frames
+    """The message; rows refer to its auxiliary frames."""
 
     def decode_row(self, row: Any) -> EngineCoreOutput:
         """Decode one of the rows; a `DecodeError` has the request id, if that can be read."""
         try:
-            return ENGINE_CORE_OUTPUT.decode(row, self._frames)
+            return ENGINE_CORE_OUTPUT.decode(row, self.frames)
         except CodecError as error:
             raise DecodeError(
                 "an output", error.where, error.reason, self.engine_index, row_request_id(row)
@@ -211,7 +212,7 @@ class UndecodedBatch:
     def decode_stats(self) -> SchedulerStats | None:
         """Decode the statistics; raises `DecodeError`."""
         try:
-            return _OPTIONAL_STATS.decode(self._raw_stats, self._frames)
+            return _OPTIONAL_STATS.decode(self._raw_stats, self.frames)
         except CodecError as error:
             where = error.add_path(".scheduler_stats").where
             raise DecodeError("outputs", where, error.reason, self.engine_index) from error
@@ -288,6 +289,29 @@ def plain_token_ids(row: Any) -> list[int] | None:
                 return None
         return token_ids
     return None
+
+
+_LOGPROBS = index_of(EngineCoreOutput, "new_logprobs")
+
+
+def raw_logprobs_of(row: Any) -> Any:
+    """Give the sample logprobs, as they were unpacked, of a row that is plain but for them.
+
+    None for all other rows. See `LogprobsCollector.add_raw`.
+    """
+    if type(row) is not list or not _PLAIN_MINIMUM <= len(row) <= _REST_END:
+        return None
+    logprobs, token_ids = row[_LOGPROBS], row[1]
+    if (
+        logprobs is None
+        or row.count(None) != len(row) - _NOT_NIL_COUNT - 1
+        or _not_nil_of(row) != _NOT_NIL_DEFAULTS
+        or type(token_ids) is not list
+        or len(token_ids) != 1
+        or type(token_ids[0]) is not int
+    ):
+        return None
+    return logprobs
 
 
 def _has_plain_rest(row: list[Any]) -> bool:
