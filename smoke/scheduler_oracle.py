@@ -28,7 +28,8 @@ Json = dict[str, Any]
 class Rolls:
     """Random settings and operations of one scenario."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, speculative: bool) -> None:
+        self.speculative = speculative
         self.random = random.Random(seed)
         self.seed = seed
         self.requests = 0
@@ -62,7 +63,9 @@ class Rolls:
             "events": self.maybe(0.5),
         }
         if chunked and self.maybe(0.4):
-            settings["long_prefill_token_threshold"] = roll.choice([1, 7, 16, 30])
+            # Upstream asserts that the places for drafts are not cut.
+            thresholds = [7, 16, 30] if self.speculative else [1, 7, 16, 30]
+            settings["long_prefill_token_threshold"] = roll.choice(thresholds)
             settings["long_prefill_token_threshold_adaptive"] = self.maybe(0.3)
         if self.maybe(0.2):
             settings["watermark"] = roll.choice([0.05, 0.1, 0.3])
@@ -70,6 +73,8 @@ class Rolls:
             settings["scheduler_reserve_full_isl"] = False
         if self.maybe(0.15):
             settings["max_loras"] = roll.choice([1, 2])
+        if self.speculative:
+            settings["num_speculative_tokens"] = roll.choice([1, 2, 3, 5])
         if self.maybe(0.1):
             settings["max_num_active_seqs"] = max(1, max_num_seqs // 2)
         if self.maybe(0.1):
@@ -135,12 +140,22 @@ def tokens(segments: list[list[int]]) -> list[int]:
     ]
 
 
+def accepted(num_output_tokens: int, num_drafts: int) -> int:
+    """How many drafts the model agrees with."""
+    return num_output_tokens * 7 % (num_drafts + 1)
+
+
+def drafted(num_tokens: int, most: int) -> int:
+    """How many tokens the drafter guesses after so many."""
+    return most if num_tokens % 5 else num_tokens % (most + 1)
+
+
 class Oracle:
     """vLLM's scheduler in one scenario."""
 
     def __init__(self, engine_config: Any, settings: Json) -> None:
         import torch  # type: ignore[import-not-found, unused-ignore]
-        from vllm.config import KVEventsConfig
+        from vllm.config import KVEventsConfig, SpeculativeConfig
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core import kv_cache_utils
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -170,6 +185,15 @@ class Oracle:
         cache.num_gpu_blocks = settings["num_blocks"]
         if settings["events"]:
             config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        self.num_drafts = settings.get("num_speculative_tokens", 0)
+        if self.num_drafts:
+            config.speculative_config = SpeculativeConfig(
+                method="ngram",
+                num_speculative_tokens=self.num_drafts,
+                prompt_lookup_max=3,
+                target_model_config=config.model_config,
+                target_parallel_config=config.parallel_config,
+            )
         if "max_loras" in settings:
             config.lora_config = SimpleNamespace(max_loras=settings["max_loras"])
         spec = FullAttentionSpec(
@@ -236,7 +260,7 @@ class Oracle:
             ],
             block_hasher=self.hasher,
         )
-        self.outputs[request["id"]] = tokens([[request["output"], request["max_tokens"]]])
+        self.outputs[request["id"]] = tokens([[request["output"], request["max_tokens"] + 10]])
         self.scheduler.add_request(_without_encoder(added))
 
     def do_abort(self, index: int, in_step: bool) -> None:
@@ -275,7 +299,8 @@ class Oracle:
         scheduler = self.scheduler
         output = scheduler.schedule()
         ids = list(output.num_scheduled_tokens)
-        sampled = [self.sample(request_id) for request_id in ids]
+        drafts = output.scheduled_spec_decode_tokens
+        sampled = [self.sample(request_id, len(drafts.get(request_id, ()))) for request_id in ids]
         iteration = self.iteration(output)
         if meanwhile is not None:
             meanwhile()
@@ -290,15 +315,30 @@ class Oracle:
                 pooler_output=[],
             ),
         )
+        if self.num_drafts and ids:
+            self.draft(ids)
         (message,) = messages.values()
         self.steps.append(self.record(message, iteration))
 
-    def sample(self, request_id: str) -> list[int]:
-        """The next token of a request whose tokens are all computed."""
+    def sample(self, request_id: str, num_drafts: int) -> list[int]:
+        """The next tokens of a request whose tokens are all computed."""
         request = self.scheduler.requests[request_id]
         if request.is_prefill_chunk:
             return []
-        return [self.outputs[request_id][request.num_output_tokens]]
+        first = request.num_output_tokens
+        return self.outputs[request_id][first : first + 1 + accepted(first, num_drafts)]
+
+    def draft(self, ids: list[str]) -> None:
+        """Guess the next tokens of all requests of the step."""
+        from vllm.v1.outputs import DraftTokenIds
+
+        requests = self.scheduler.requests
+        guesses = {
+            request_id: [0] * drafted(requests[request_id].num_tokens, self.num_drafts)
+            for request_id in ids
+            if request_id in requests
+        }
+        self.scheduler.update_draft_token_ids(DraftTokenIds(list(guesses), list(guesses.values())))
 
     def iteration(self, output: Any) -> list[int] | None:
         """What the step is about to compute."""
@@ -337,6 +377,8 @@ class Oracle:
                 for request in self.scheduler.running
             },
         }
+        if stats.spec_decoding_stats is not None:
+            step["drafts"] = list(asdict(stats.spec_decoding_stats).values())
         if self.batches:
             from msgspec import (  # type: ignore[import-not-found, unused-ignore]
                 to_builtins,
@@ -354,6 +396,10 @@ class _NoGrammars:
     @staticmethod
     def accept_tokens(request: Any, token_ids: list[int]) -> bool:
         return True
+
+    @staticmethod
+    def validate_tokens(request: Any, token_ids: list[int]) -> list[int]:
+        return token_ids
 
 
 def _without_encoder(request: Any) -> Any:
@@ -388,9 +434,9 @@ def engine_config(model: str) -> Any:
     return arguments.create_engine_config()
 
 
-def scenario(config: Any, seed: int, release: list[int]) -> Json:
+def scenario(config: Any, seed: int, release: list[int], *, speculative: bool) -> Json:
     """One random scenario, and what vLLM does in it."""
-    rolls = Rolls(seed)
+    rolls = Rolls(seed, speculative=speculative)
     settings = {**rolls.settings(), "release": release}
     operations = rolls.operations(settings)
     oracle = Oracle(config, settings)
@@ -407,11 +453,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--release", default="0.32", help="which vLLM this is")
+    parser.add_argument("--speculative", action="store_true", help="with speculative decoding")
     options = parser.parse_args()
     config = engine_config(options.model)
     release = [int(part) for part in options.release.split(".")]
     seeds = range(options.seed, options.seed + options.count)
-    scenarios = [scenario(config, seed, release) for seed in seeds]
+    scenarios = [scenario(config, seed, release, speculative=options.speculative) for seed in seeds]
     text = json.dumps(scenarios, separators=(",", ":"))
     options.output.write_bytes(gzip.compress(text.encode(), mtime=0))
     print(f"scenarios={len(scenarios)} steps={sum(len(one['steps']) for one in scenarios)}")

@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 import trio
@@ -31,7 +32,7 @@ LIMIT = 30.0
 
 
 @contextmanager
-def mock_engines(address: str, **config: object) -> Iterator[None]:
+def mock_engines(address: str, **config: Any) -> Iterator[None]:
     """Serve a mock engine in a thread of its own."""
     options = ServeOptions(handshake_address=address)
     token: list[trio.lowlevel.TrioToken] = []
@@ -42,7 +43,7 @@ def mock_engines(address: str, **config: object) -> Iterator[None]:
         started.set()
         await serve_mock_engines(
             MockEngineConfig(step_interval=0.001, **config), options, shutdown=shutdown
-        )  # type: ignore[arg-type]
+        )
 
     thread = threading.Thread(target=trio.run, args=(serve,))
     thread.start()

@@ -46,6 +46,7 @@ RULES = {
     "client": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
     "llm": Allowed(BELOW_CLIENT - {"transport"} | {"client"}, IMPURE | {"trio"}),
     "mock": Allowed(frozenset({"protocol", "errors"}), frozenset({"random"})),
+    "mock/__init__": Allowed(frozenset({"_lazy"})),
     "mock/runner": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
     "mock/serve": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
     "asyncio": Allowed(frozenset({"llm"}), frozenset({"asyncio", "trio"})),

@@ -16,7 +16,7 @@ from trio_vllm.protocol import (
     AbortRequests,
     EngineCoreRequest,
     FinishReason,
-    Tensor,
+    SamplingParams,
     UtilityRequest,
 )
 
@@ -104,16 +104,17 @@ async def test_what_is_submitted_to_busy_engines_goes_together() -> None:
 async def test_an_array_may_be_changed_once_its_request_is_submitted() -> None:
     """Whether that is sent already or not."""
     async with open_world() as world:
-        values = np.zeros((4, 1024), np.float32)
-        embeds = Tensor.from_numpy(values)
+        values = np.zeros((4, 1024), np.int32)
+        params = SamplingParams(prompt_logprob_token_ids=values)
         for number, request_id in enumerate("abc"):
             values[:] = number
-            request = make_request(request_id, prompt_token_ids=None, prompt_embeds=embeds)
+            request = make_request(request_id, prompt_token_ids=[1] * 5, sampling_params=params)
             world.client.driver.submit(request, OutputStream(request_id))
         await wait_all_tasks_blocked()
 
-        tensors = [request.prompt_embeds for request in world.engine.requests()]
-        assert [tensor and tensor.numpy()[0, 0] for tensor in tensors] == [0, 1, 2]
+        sent = [request.sampling_params for request in world.engine.requests()]
+        arrays = [params.prompt_logprob_token_ids for params in sent if params is not None]
+        assert [array[0, 0] for array in arrays if array is not None] == [0, 1, 2]
 
 
 async def test_what_was_submitted_comes_before_a_call_and_its_own_abort() -> None:
@@ -158,3 +159,20 @@ async def test_garbled_statistics_harm_nobody(caplog: pytest.LogCaptureFixture) 
             assert (await anext(stream)).output.new_token_ids == [7]
             assert "scheduler_stats" in caplog.text
             assert world.client.is_healthy
+
+
+async def test_requests_of_a_busy_engine_that_is_gone_reach_an_idle_one() -> None:
+    """They are found when all is sent, and are urgent for the other."""
+    async with open_world(2) as world:
+        sinks = [OutputStream(request_id) for request_id in "abc"]
+        for sink in sinks[:2]:
+            world.client.driver.submit(make_request(sink.request_id), sink)
+        await world.engines[1].emit("b", [7], FinishReason.LENGTH)
+        await world.engines[0].report(running=0)
+        await world.engines[1].report(running=5)
+        world.client.driver.submit(make_request("c"), sinks[2])
+        assert [sink.engine_index for sink in sinks] == [0, 1, 0]
+        world.engines[0].vanish()
+        await wait_all_tasks_blocked()
+
+        assert request_ids(world.engines[1]) == ["b", "c"]

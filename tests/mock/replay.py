@@ -4,6 +4,7 @@ import argparse
 import gzip
 import json
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from trio_vllm.mock.block_hashes import BlockHasher, CacheScope, MultiModalSpan
 from trio_vllm.mock.kv_cache import BlockTable, KvCache
 from trio_vllm.mock.kv_events import KvCacheEvent
 from trio_vllm.mock.scheduled_request import RequestStatus, ScheduledRequest
-from trio_vllm.mock.scheduling import RowExtras, Scheduler, SchedulerConfig, Step
+from trio_vllm.mock.scheduling import RowExtras, Sampled, Scheduler, SchedulerConfig, Step
 
 Json = dict[str, Any]
 
@@ -237,19 +238,46 @@ class OracleReplay:
         step = self.scheduler.schedule(0.0)
         self.scheduler.abort(aborted_meanwhile)
         rows = [request for request in step.rows if request.status is RequestStatus.RUNNING]
-        for request in rows:
-            request.table.token_ids.append(next(self.outputs[request]))  # type: ignore[attr-defined]
-            self.left[request] -= 1
-        extras = self.scheduler.update(step, [one for one in rows if not self.left[one]])
-        self.steps.append(self._record(step, rows, extras))
+        sampled = {request: self._sample(request, step) for request in rows}
+        finished = [request for request in rows if not self.left[request]]
+        if self.config.num_speculative_tokens:
+            extras = self.scheduler.update(step, finished, sampled)
+            self._draft(step)
+        else:
+            extras = self.scheduler.update(step, finished)
+        self.steps.append(self._record(step, rows, extras, sampled))
+
+    def _sample(self, request: ScheduledRequest, step: Step) -> Sampled:
+        """Give a request its next tokens."""
+        made = len(request.table.token_ids) - request.num_prompt_tokens
+        num_drafts = step.drafts.get(request, 0)
+        num_accepted = made * 7 % (num_drafts + 1)
+        delivered = list(islice(self.outputs[request], min(num_accepted + 1, self.left[request])))
+        request.table.token_ids += delivered  # type: ignore[operator]
+        self.left[request] -= len(delivered)
+        return Sampled(num_accepted, len(delivered))
+
+    def _draft(self, step: Step) -> None:
+        """Guess the next tokens; at times fewer than asked for."""
+        most = self.config.num_speculative_tokens
+        for request in step.rows:
+            tokens = request.num_tokens
+            request.num_draft_tokens = most if tokens % 5 else tokens % (most + 1)
 
     def _record(
-        self, step: Step, rows: list[ScheduledRequest], extras: dict[ScheduledRequest, RowExtras]
+        self,
+        step: Step,
+        rows: list[ScheduledRequest],
+        extras: dict[ScheduledRequest, RowExtras],
+        sampled: dict[ScheduledRequest, Sampled],
     ) -> Json:
         stats = self.scheduler.make_stats(step)
         details = stats.iteration_details
         record: Json = {
-            "rows": [_short_row(request, extras.get(request)) for request in rows],
+            "rows": [
+                _short_row(request, sampled[request].num_delivered, extras.get(request))
+                for request in rows
+            ],
             "counts": [
                 stats.num_running_reqs,
                 stats.num_waiting_reqs,
@@ -264,6 +292,8 @@ class OracleReplay:
                 if one.status is RequestStatus.RUNNING
             },
         }
+        if stats.spec_decoding_stats is not None:
+            record["drafts"] = list(attrs.astuple(stats.spec_decoding_stats))
         events = self.cache.take_events()
         if events:
             record["events"] = json.loads(json.dumps([event.to_wire() for event in events]))
@@ -277,8 +307,8 @@ def segment_tokens(segments: list[list[int]]) -> list[int]:
     ]
 
 
-def _short_row(request: ScheduledRequest, extras: RowExtras | None) -> list[Any]:
-    row: list[Any] = [request.request_id, 1, None, None, None]
+def _short_row(request: ScheduledRequest, num_tokens: int, extras: RowExtras | None) -> list[Any]:
+    row: list[Any] = [request.request_id, num_tokens, None, None, None]
     if request.status is RequestStatus.FINISHED:
         row[2] = "length"
     if extras is not None:

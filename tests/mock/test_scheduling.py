@@ -10,7 +10,7 @@ import pytest
 from trio_vllm.mock.block_hashes import CacheScope
 from trio_vllm.mock.kv_cache import BlockTable, KvCache
 from trio_vllm.mock.scheduled_request import RequestStatus, ScheduledRequest
-from trio_vllm.mock.scheduling import RowExtras, Scheduler, SchedulerConfig, Step
+from trio_vllm.mock.scheduling import RowExtras, Sampled, Scheduler, SchedulerConfig, Step
 from trio_vllm.protocol import EventType
 
 QUEUED, SCHEDULED, PREEMPTED = EventType.QUEUED, EventType.SCHEDULED, EventType.PREEMPTED
@@ -121,6 +121,13 @@ def test_adaptive_threshold_is_at_least_a_fair_share() -> None:
     engine.add("a", 50)
     engine.add("b", 50)
     assert engine.step() == {"a": 10, "b": 10}
+
+
+def test_last_token_that_the_model_can_have_is_not_computed() -> None:
+    """A prompt as long as the model's length has no place for an output; it goes no further."""
+    engine = make_engine(max_model_len=10, max_num_batched_tokens=6)
+    engine.add("a", 10)
+    assert [engine.step() for _ in range(3)] == [{"a": 6}, {"a": 3}, {}]
 
 
 @pytest.mark.parametrize("option", ["max_num_seqs", "max_num_active_seqs"])
@@ -388,6 +395,34 @@ def test_step_tells_what_it_costs() -> None:
     assert (details.num_ctx_requests, details.num_ctx_tokens) == (1, 5)
     assert (details.num_generation_requests, details.num_generation_tokens) == (1, 1)
     assert (step.num_tokens, step.context_length) == (6, 14)
+
+
+def test_drafts_are_computed_and_wrong_ones_taken_back() -> None:
+    """A step verifies the drafts of the step before; its statistics count them."""
+    engine = make_engine(num_speculative_tokens=3)
+    request = engine.add("a", 5)
+    assert engine.step() == {"a": 5}
+    step = engine.scheduler.schedule(0.0)
+    assert (step.scheduled, step.drafts) == ({request: 4}, {request: 3})
+    request.table.token_ids += [7, 8]  # type: ignore[operator]
+    engine.scheduler.update(step, sampled={request: Sampled(1, 2)})
+    assert (request.num_tokens, request.num_computed_tokens) == (8, 7)
+    stats = engine.scheduler.make_stats(step).spec_decoding_stats
+    assert stats is not None
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (1, 3, 1)
+    assert stats.num_accepted_tokens_per_pos == [1, 0, 0]
+    assert stats.num_draft_tokens_per_pos == [1, 1, 1]
+
+
+def test_whoever_joins_decoding_requests_gets_places_for_drafts() -> None:
+    """Not while a prompt is under way, and only if all of them fit."""
+    engine = make_engine(num_speculative_tokens=3, max_num_batched_tokens=7)
+    engine.add("a", 4)
+    engine.step()
+    engine.add("b", 1)
+    assert engine.step() == {"a": 4}
+    engine.requests["a"].num_draft_tokens = 0
+    assert engine.step() == {"a": 1, "b": 4}
 
 
 def test_usage_of_an_empty_pool_is_nothing() -> None:

@@ -3,12 +3,12 @@
 from collections import Counter
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.mock.replay import Json, OracleReplay
 
 from trio_vllm.mock.scheduled_request import RequestStatus, ScheduledRequest
-from trio_vllm.mock.scheduling import RowExtras, Step
+from trio_vllm.mock.scheduling import RowExtras, Sampled, Step
 
 MAX_MODEL_LEN = 40
 
@@ -39,7 +39,7 @@ OPERATIONS = st.lists(
 
 
 @st.composite
-def settings(draw: st.DrawFn) -> Json:
+def engine_settings(draw: st.DrawFn) -> Json:
     """Options under which a request of the model's length fits."""
     block_size = draw(st.sampled_from([1, 3, 4, 16]))
     fewest = -(-MAX_MODEL_LEN // block_size) + 1
@@ -52,6 +52,7 @@ def settings(draw: st.DrawFn) -> Json:
         "max_num_batched_tokens": draw(st.integers(6, 50) if chunked else st.integers(40, 80)),
         "enable_chunked_prefill": chunked,
         "long_prefill_token_threshold": draw(st.sampled_from([0, 1, 7])),
+        "num_speculative_tokens": draw(st.sampled_from([0, 0, 1, 3])),
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
         "enable_prefix_caching": draw(st.booleans()),
         "hash": "sha256",
@@ -65,7 +66,11 @@ class Watched(OracleReplay):
     """Checks after each step what must hold."""
 
     def _record(
-        self, step: Step, rows: list[ScheduledRequest], extras: dict[ScheduledRequest, RowExtras]
+        self,
+        step: Step,
+        rows: list[ScheduledRequest],
+        extras: dict[ScheduledRequest, RowExtras],
+        sampled: dict[ScheduledRequest, Sampled],
     ) -> Json:
         assert step.num_tokens <= self.config.token_budget
         assert self.scheduler.num_running <= self.config.max_running
@@ -75,12 +80,12 @@ class Watched(OracleReplay):
         assert len(held) + self.cache.free_count == self.cache.num_blocks - 1
         if not self.cache.enable_prefix_caching:
             assert all(count == 1 for count in held.values())
-        return super()._record(step, rows, extras)
+        return super()._record(step, rows, extras, sampled)
 
 
-def run(settings: Json, operations: list[tuple[Any, ...]], *, fast_path: bool) -> Watched:
+def run(options: Json, operations: list[tuple[Any, ...]], *, fast_path: bool) -> Watched:
     """Perform all, and then step until nothing is left to do."""
-    replay = Watched(settings, fast_path=fast_path)
+    replay = Watched(options, fast_path=fast_path)
     for number, (name, *arguments) in enumerate(operations):
         if name == "add":
             arguments = [{**arguments[0], "id": f"r{number}"}]
@@ -90,19 +95,22 @@ def run(settings: Json, operations: list[tuple[Any, ...]], *, fast_path: bool) -
     return replay
 
 
-@given(settings(), OPERATIONS)
+@settings(deadline=None)
+@given(engine_settings(), OPERATIONS)
 def test_all_requests_end_and_all_blocks_come_back(
-    settings: Json, operations: list[tuple[Any, ...]]
+    options: Json, operations: list[tuple[Any, ...]]
 ) -> None:
     """Whatever happens on the way; and the fast path makes no difference."""
-    replay = run(settings, operations, fast_path=True)
+    replay = run(options, operations, fast_path=True)
     assert not replay.scheduler.has_work
     assert all(one.status is RequestStatus.FINISHED for one in replay.order.values())
     assert replay.cache.usage == 0.0
     assert replay.scheduler.reset_prefix_cache(0.0)
-    rows = Counter(row[0] for step in replay.steps for row in step.get("rows", ()))
-    ends = Counter(row[0] for step in replay.steps for row in step.get("rows", ()) if row[2])
-    for name in ends:
+    rows = [row for step in replay.steps for row in step.get("rows", ())]
+    ends = Counter(row[0] for row in rows if row[2])
+    for name, count in ends.items():
         request = replay.order[name]
-        assert (ends[name], rows[name]) == (1, request.num_tokens - request.num_prompt_tokens)
-    assert replay.steps == run(settings, operations, fast_path=False).steps
+        delivered = sum(row[1] for row in rows if row[0] == name)
+        assert (count, delivered) == (1, request.num_tokens - request.num_prompt_tokens)
+        assert replay.left[request] == 0
+    assert replay.steps == run(options, operations, fast_path=False).steps

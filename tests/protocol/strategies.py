@@ -162,14 +162,16 @@ def tensors(shape: tuple[int, ...], dtype: str = "float32") -> st.SearchStrategy
 structured_outputs = st.one_of(
     st.builds(StructuredOutputsParams, json=st.just('{"type": "object"}') | st.just({"a": [1]})),
     st.builds(
-        StructuredOutputsParams, regex=st.text(st.characters(codec="ascii", min_codepoint=32))
+        StructuredOutputsParams,
+        regex=st.from_regex(r"\A[a-z ]*\Z"),
+        backend=st.sampled_from(["xgrammar", "guidance", "outlines", "lm-format-enforcer"]),
     ),
     st.builds(StructuredOutputsParams, choice=st.lists(texts, min_size=1, max_size=3)),
     st.builds(StructuredOutputsParams, json_object=st.just(True), whitespace_pattern=maybe(texts)),
     st.builds(
         StructuredOutputsParams,
         grammar=st.just("root ::= 'a'"),
-        backend=st.sampled_from(["xgrammar", "guidance", "outlines", "lm-format-enforcer"]),
+        backend=st.sampled_from(["xgrammar", "guidance"]),
     ),
 )
 
@@ -214,22 +216,29 @@ SAMPLING: dict[str, st.SearchStrategy[Any]] = {
 
 sampling_params = st.fixed_dictionaries({}, optional=SAMPLING).map(lambda f: SamplingParams(**f))
 
-pooling_params = st.builds(
-    PoolingParams,
-    task=st.sampled_from(["embed", "token_classify"]),
-    use_activation=maybe(st.booleans()),
-    dimensions=maybe(st.integers(1, 100)),
-    returned_token_ids=maybe(token_ids),
-    late_interaction_params=maybe(
-        st.builds(
-            LateInteractionParams,
-            mode=st.just("score_doc"),
-            query_key=texts,
-            query_uses=maybe(u32),
-        )
+pooling_params = st.one_of(
+    st.builds(
+        PoolingParams,
+        task=st.sampled_from(["embed", "token_embed"]),
+        use_activation=maybe(st.booleans()),
+        dimensions=maybe(st.integers(1, 100)),
+        returned_token_ids=maybe(token_ids),
+        late_interaction_params=maybe(
+            st.builds(
+                LateInteractionParams,
+                mode=st.just("score_doc"),
+                query_key=texts.filter(bool),
+                query_uses=maybe(u32),
+            )
+        ),
+        extra_kwargs=maybe(free_maps),
     ),
-    extra_kwargs=maybe(free_maps),
-    late_chunking_params=maybe(st.builds(LateChunkingParams, chunk_size=st.integers(1, 99))),
+    st.builds(
+        PoolingParams,
+        task=st.just("token_embed"),
+        late_chunking_params=st.builds(LateChunkingParams, chunk_size=st.integers(1, 99)),
+    ),
+    st.builds(PoolingParams, task=st.just("token_classify"), step_tag_id=maybe(st.integers(0, 9))),
 )
 
 multimodal_fields = st.one_of(
@@ -328,8 +337,12 @@ def requests(draw: st.DrawFn) -> EngineCoreRequest:
     }
     if draw(st.booleans()):
         params = draw(sampling_params)
-        prompt = draw(st.sampled_from([prompt, embeds_prompt(), mixed_prompt()]))
+        if params.prompt_logprobs is not None:
+            params.skip_reading_prefix_cache = None
+        if not fields.get("resumable"):
+            prompt = draw(st.sampled_from([prompt, embeds_prompt(), mixed_prompt()]))
         return EngineCoreRequest(request_id=draw(texts), sampling_params=params, **prompt, **fields)
+    fields.pop("resumable", None)
     return EngineCoreRequest(
         request_id=draw(texts), pooling_params=draw(pooling_params), **prompt, **fields
     )
@@ -387,11 +400,17 @@ def pooling_request() -> EngineCoreRequest:
         request_id="r",
         prompt_token_ids=[1],
         pooling_params=PoolingParams(
-            task="embed",
+            task="token_embed",
             late_interaction_params=LateInteractionParams(mode="score_doc", query_key="k"),
-            late_chunking_params=LateChunkingParams(chunk_size=1),
         ),
     )
+
+
+def chunks_request() -> EngineCoreRequest:
+    params = PoolingParams(
+        task="token_embed", late_chunking_params=LateChunkingParams(chunk_size=1)
+    )
+    return EngineCoreRequest(request_id="r", prompt_token_ids=[1], pooling_params=params)
 
 
 def embeds_request() -> EngineCoreRequest:

@@ -12,6 +12,7 @@ import pytest
 from tests.protocol.comparing import same
 from tests.protocol.strategies import (
     JUNK,
+    chunks_request,
     embeds_request,
     full_request,
     mixed_request,
@@ -41,7 +42,7 @@ def parts(value: Any) -> Iterator[Any]:
                 yield from parts(getattr(value, attribute.name))
 
 
-REQUESTS = [full_request, pooling_request, embeds_request, mixed_request]
+REQUESTS = [full_request, pooling_request, chunks_request, embeds_request, mixed_request]
 
 PROMPT = {"prompt_token_ids", "prompt_embeds", "prompt_is_token_ids", "mm_features"}
 """Fields that are checked by each other."""

@@ -7,6 +7,8 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.protocol.comparing import same, unpacked
 from tests.protocol.packing import pack
 
@@ -24,6 +26,7 @@ from trio_vllm.protocol import (
     IterationDetails,
     KvCacheEvictionEvent,
     Logprobs,
+    OutputsMessage,
     PerfStats,
     PrefillStats,
     PrefixCacheStats,
@@ -44,6 +47,7 @@ from trio_vllm.protocol import (
     plain_token_ids,
     row_request_id,
 )
+from trio_vllm.protocol.structs import codec_of
 
 
 def full_output() -> EngineCoreOutput:
@@ -237,6 +241,46 @@ BAD_OUTPUTS: list[tuple[Any, str]] = [
     ),
     ([0, [], {"waiting_lora_adapters": {1: 1}}], "scheduler_stats.waiting_lora_adapters[1]"),
 ]
+
+
+@given(
+    st.tuples(
+        st.sampled_from([0, 7, 2**32 - 1, 2**32, -1, True, None, 1.0]),
+        st.sampled_from([[], [ROW], None, {}]),
+        st.sampled_from([None, {"num_running_reqs": 1}]),
+        st.sampled_from([0.0, 1.5, 3, None, "now"]),
+        st.sampled_from([None, [1]]),
+        st.sampled_from([None, ["r"], []]),
+        st.sampled_from([None, 4]),
+        st.sampled_from([None, 4]),
+        st.sampled_from([None, "default", 1]),
+        st.just("unknown"),
+    ),
+    st.integers(0, 10),
+)
+def test_every_batch_is_what_its_declaration_says(raw: tuple[Any, ...], length: int) -> None:
+    """Those without peculiarities, which are read in a shorter way, too."""
+    array = list(raw[:length])
+    try:
+        message = codec_of(OutputsMessage).decode(array, [])
+    except CodecError:
+        with pytest.raises(DecodeError):
+            decode_outputs_lazily([pack(array)])
+        return
+    if message.utility_output is not None or message.wave_complete or message.start_wave:
+        return
+
+    batch = decode_outputs_lazily([pack(array)])
+
+    assert isinstance(batch, UndecodedBatch)
+    assert batch.engine_index == message.engine_index
+    assert batch.rows == message.outputs
+    assert (batch.timestamp, batch.has_stats) == (
+        message.timestamp,
+        message.scheduler_stats is not None,
+    )
+    assert batch.finished_requests == message.finished_requests
+    assert batch.weight_version == message.weight_version
 
 
 @pytest.mark.parametrize(("raw", "where"), BAD_OUTPUTS)

@@ -10,7 +10,13 @@ from tests.protocol.comparing import same
 from trio_vllm.client.input_processing import RequestLimits, check_request, fill_defaults
 from trio_vllm.protocol import EngineCoreRequest, decode_engine_message, encode_add
 
-LIMITS = RequestLimits(max_model_len=some.CONTEXT, vocab_size=some.VOCABULARY)
+LIMITS = RequestLimits(
+    max_model_len=some.CONTEXT,
+    vocab_size=some.VOCABULARY,
+    accepts_prompt_embeds=True,
+    hidden_size=64,
+    is_multimodal=True,
+)
 
 
 def arrived(request: EngineCoreRequest) -> EngineCoreRequest:

@@ -84,6 +84,7 @@ from trio_vllm.protocol import (
     decode_outputs_lazily,
     encode_utility,
     plain_token_ids,
+    raw_logprobs_of,
     row_request_id,
 )
 
@@ -155,7 +156,7 @@ class FrontendCore:
         self._hold_time = hold_time
         self._hold_end = -math.inf
         self._urgent: list[Engine] = []
-        self._unsent: dict[Engine, None] = {}  # engines that may have something to be sent
+        self._unsent: dict[Engine, None] = {}  # engines that may have messages which are not urgent
         self._coordination_sends: list[Sequence[Buffer]] = []
         self._dropped: Counter[str] = Counter()
         self._stats_listeners: dict[object, StatsListener] = {}
@@ -256,11 +257,11 @@ class FrontendCore:
         if engine.requests:
             # Copied, for there may be views of arrays that are the caller's to change soon.
             frames = [*map(bytes, frames)]
+            self._unsent[engine] = None
         else:
             self._urgent.append(engine)
         engine.add(sink)
         engine.send(frames, sink if is_movable else None)
-        self._unsent[engine] = None
 
     def confirm(self, sink: Sink) -> None:
         """Raise, and forget a request just submitted, if no engine is left that could be sent it."""
@@ -342,6 +343,8 @@ class FrontendCore:
 
     def urgent_sends(self) -> list[EngineMessage]:
         """Give, and forget, the messages to engines that should not wait for them."""
+        if not self._urgent:
+            return []
         engines, self._urgent = self._urgent, []
         return [message for engine in engines for message in engine.take_messages()]
 
@@ -351,20 +354,23 @@ class FrontendCore:
         All requests of an engine that were aborted since the last time share one message.
         """
         self._hold_end = -math.inf
-        engines, self._unsent, self._urgent = self._unsent, {}, []
+        engines = dict.fromkeys([*self._urgent, *self._unsent])
+        self._unsent, self._urgent = {}, []
         for engine in engines:
             engine.send_aborts()
         return [message for engine in engines for message in engine.take_messages()]
 
     def coordination_sends(self) -> list[Sequence[Buffer]]:
         """Give, and forget, what goes to the coordinator, or from ours to the engines."""
+        if not self._coordination_sends:
+            return []
         messages, self._coordination_sends = self._coordination_sends, []
         return messages
 
     @property
     def has_sends(self) -> bool:
-        """Whether `sends` would give something."""
-        return any(engine.messages or engine.aborts for engine in self._unsent)
+        """Whether `sends` may give something."""
+        return bool(self._unsent or self._urgent)
 
     @property
     def send_time(self) -> float:
@@ -448,11 +454,31 @@ class FrontendCore:
                         continue
                     else:
                         continue
+            elif self._receive_logprobs(engine, row, batch):
+                continue
             self._receive_row(engine, row, batch)
         if batch.finished_requests:
             self._receive_finished(engine, batch.finished_requests)
         if batch.has_stats:
             self._receive_stats(engine, batch)
+
+    def _receive_logprobs(self, engine: Engine, row: Any, batch: UndecodedBatch) -> bool:
+        """Hand over a row of one token with its log probabilities; False if it is another one."""
+        logprobs = raw_logprobs_of(row)
+        if logprobs is None or (request_id := row_request_id(row)) is None:
+            return False
+        sink = engine.requests.get(request_id)
+        if sink is None:
+            return False
+        try:
+            return sink.add_raw_logprobs(
+                row[1], logprobs, batch.frames, batch.timestamp, batch.weight_version
+            )
+        except OverflowError:
+            return False
+        except DecodeError as error:
+            self._fail_request(engine, request_id, error)
+            return True
 
     def _receive_row(self, engine: Engine, row: object, batch: UndecodedBatch) -> None:
         request_id = row_request_id(row)

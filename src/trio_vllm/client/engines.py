@@ -151,11 +151,12 @@ class EngineTable:
         self.dead: list[Engine] = []
         """Those that are dead, in the order of their deaths."""
         self._deadlines: dict[Engine, tuple[float, Exception | None]] = {}  # and why disconnected
-
-    @property
-    def next_deadline(self) -> float:
+        self.next_deadline = math.inf
         """When the next disconnected engine will be dead; infinity if there is none."""
-        return min((deadline for deadline, _ in self._deadlines.values()), default=math.inf)
+
+    def _find_next_deadline(self) -> None:
+        deadlines = (deadline for deadline, _ in self._deadlines.values())
+        self.next_deadline = min(deadlines, default=math.inf)
 
     def engine_with(self, request_id: str) -> Engine | None:
         """The engine that has a request, if it is in flight."""
@@ -170,6 +171,7 @@ class EngineTable:
             engine.state = EngineState.DISCONNECTED
             self.alive.remove(engine)
             self._deadlines[engine] = (now + DISCONNECT_GRACE, cause)
+            self._find_next_deadline()
 
     def expired(self, now: float) -> list[tuple[Engine, Exception | None]]:
         """The disconnected engines whose deadline has passed, and why they were disconnected."""
@@ -186,6 +188,7 @@ class EngineTable:
         if engine.state is EngineState.ALIVE:
             self.alive.remove(engine)
         self._deadlines.pop(engine, None)
+        self._find_next_deadline()
         engine.state, engine.error = EngineState.DEAD, error
         self.dead.append(engine)
         return error

@@ -73,9 +73,13 @@ def resolve(params: StructuredOutputsParams, backend: str) -> StructuredOutputsP
     if params.backend is None:
         chosen = choose_backend(params) if backend == AUTO else backend
         params = attrs.evolve(params, backend=chosen, backend_was_auto=backend == AUTO)
-    if params.backend == "xgrammar" and _are_texts(params.choice) and _only(params, "choice"):
+    if _is_xgrammar(params.backend) and _are_texts(params.choice) and _only(params, "choice"):
         return attrs.evolve(params, choice=None, grammar=choices_as_grammar(params.choice or ()))
     return params
+
+
+def _is_xgrammar(backend: object) -> bool:
+    return isinstance(backend, str) and backend == "xgrammar"
 
 
 def _are_texts(choice: object) -> bool:

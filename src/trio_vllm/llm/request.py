@@ -7,7 +7,6 @@ from typing import Any
 
 import attrs
 
-from trio_vllm.client.token_ids import as_token_ids
 from trio_vllm.errors import InvalidFieldError
 from trio_vllm.protocol import (
     EngineCoreRequest,
@@ -16,6 +15,7 @@ from trio_vllm.protocol import (
     LoRARequest,
     MultiModalFeatureSpec,
     PoolingParams,
+    as_token_ids,
 )
 
 

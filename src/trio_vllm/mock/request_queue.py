@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import Generic, Protocol, TypeVar
 
 
@@ -31,9 +31,6 @@ class FcfsQueue(Generic[R]):
 
     def __len__(self) -> int:
         return len(self._requests)
-
-    def __iter__(self) -> Iterator[R]:
-        return iter(self._requests)
 
     def add(self, request: R) -> None:
         """Put a request at the end."""
@@ -64,9 +61,6 @@ class PriorityQueue(Generic[R]):
 
     def __len__(self) -> int:
         return len(self._heap)
-
-    def __iter__(self) -> Iterator[R]:
-        return (request for _, request in sorted(self._heap, key=lambda entry: entry[0]))
 
     def add(self, request: R) -> None:
         """Put a request where its priority says."""

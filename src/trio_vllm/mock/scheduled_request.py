@@ -45,6 +45,10 @@ class ScheduledRequest:
     )
     num_computed_tokens: int = attrs.field(default=0, init=False)
     num_preemptions: int = attrs.field(default=0, init=False)
+    num_draft_tokens: int = attrs.field(default=0, init=False)
+    """Guessed by speculative decoding, to be verified in the next step."""
+    is_prefill_chunk: bool = attrs.field(default=False, init=False)
+    """Whether the last step left tokens of the request to be computed."""
     seat: int = attrs.field(default=-1, init=False)
     """Counts admissions: requests run, and their rows come, in this order."""
     events: list[EngineCoreEvent] = attrs.field(factory=list, init=False)

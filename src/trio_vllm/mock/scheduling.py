@@ -5,14 +5,18 @@ one that finds no free KV block preempts the last one admitted, or the least imp
 was preempted, waiting requests are admitted with what is left. A prompt that is longer than
 the budget, or than the threshold for long prompts, is computed in chunks.
 
+With speculative decoding a request computes its draft tokens together with the newest one. What
+the model would not have sampled is taken back in `Scheduler.update`.
+
 Source: ``vllm/v1/core/sched/scheduler.py`` of 0.32.0 and 0.33.0, without asynchronous scheduling, encoder
-inputs, KV connectors and speculative decoding.
+inputs, KV connectors, and drafters that have a KV cache.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Literal
 
 import attrs
@@ -27,6 +31,7 @@ from trio_vllm.protocol import (
     IterationDetails,
     PrefillStats,
     SchedulerStats,
+    SpecDecodingStats,
 )
 
 
@@ -51,11 +56,13 @@ class SchedulerConfig:
     """The part of all blocks that must stay free when a request joins others."""
     scheduler_reserve_full_isl: bool = True
     """Whether a request is admitted only if there are blocks for all of its prompt."""
+    num_speculative_tokens: int = 0
+    """Draft tokens of a request in a step, from a drafter such as n-gram."""
     max_loras: int | None = None
     """How many adapters may be used in one step; None without LoRA."""
     release: tuple[int, int] = (0, 32)
-    """Of vLLM: in 0.33 a request that preempted itself does not end the turn of the others, and
-    adapters count for all running requests."""
+    """Of vLLM: in 0.33 a request that preempted itself does not end the turn of the others,
+    adapters count for all running requests, and blocks full of accepted drafts are cached at once."""
 
     @property
     def token_budget(self) -> int:
@@ -78,6 +85,20 @@ class RowExtras:
     prefill_stats: PrefillStats | None
 
 
+@attrs.frozen
+class Sampled:
+    """What a row got, if it is not one token."""
+
+    num_accepted: int
+    """Draft tokens that the model agreed with; it sampled one token more."""
+    num_delivered: int
+    """Tokens in the row: fewer if the request ended at one of the drafts."""
+
+
+ONE_TOKEN = Sampled(0, 1)
+NOTHING_BUT_ONE_TOKEN: Mapping[ScheduledRequest, Sampled] = MappingProxyType({})
+
+
 @attrs.define(eq=False)
 class Step:
     """What an engine does in one step."""
@@ -88,6 +109,11 @@ class Step:
     long_prefill_threshold: float
     scheduled: dict[ScheduledRequest, int] = attrs.field(factory=dict, init=False)
     """Tokens of each request that is not in the decode group."""
+    drafts: dict[ScheduledRequest, int] = attrs.field(factory=dict, init=False)
+    """Draft tokens among them."""
+    spec_decoding_stats: SpecDecodingStats | None = attrs.field(default=None, init=False)
+    goes_on_with_prefill: bool = attrs.field(default=False, init=False)
+    """Whether one of the running requests was in the middle of its prompt."""
     preempted: list[ScheduledRequest] = attrs.field(factory=list, init=False)
     admitted: list[ScheduledRequest] = attrs.field(factory=list, init=False)
     rows: list[ScheduledRequest] = attrs.field(factory=list, init=False)
@@ -111,6 +137,7 @@ class Step:
     def take_back(self, request: ScheduledRequest) -> None:
         """Undo `give`."""
         self.budget += self.scheduled.pop(request, 0)
+        self.drafts.pop(request, None)
 
 
 class Scheduler:
@@ -134,7 +161,7 @@ class Scheduler:
         self._running: list[ScheduledRequest] = []
         self._requests: dict[str, ScheduledRequest] = {}
         self._skipped: set[ScheduledRequest] = set()
-        self._fast_path = fast_path
+        self._fast_path = fast_path and not config.num_speculative_tokens
         self._group = DecodeGroup(cache.block_size)
         self._watermark_blocks = int(config.watermark * cache.num_blocks)
         self._seats = 0
@@ -230,13 +257,17 @@ class Scheduler:
         return step
 
     def update(
-        self, step: Step, finished: Collection[ScheduledRequest] = ()
+        self,
+        step: Step,
+        finished: Collection[ScheduledRequest] = (),
+        sampled: Mapping[ScheduledRequest, Sampled] = NOTHING_BUT_ONE_TOKEN,
     ) -> dict[ScheduledRequest, RowExtras]:
-        """End a step: each row got one token.
+        """End a step.
 
         Args:
           step: As `schedule` gave it.
           finished: Those whose row is their last one.
+          sampled: What rows got; one token, if they are not in it.
 
         Returns:
           For the rows that have any: what they carry besides tokens. A request that was aborted since
@@ -245,7 +276,7 @@ class Scheduler:
         extras: dict[ScheduledRequest, RowExtras] = {}
         for request in step.individual_rows:
             if request.status is RequestStatus.RUNNING:
-                request.num_tokens += 1
+                self._append(request, sampled.get(request, ONE_TOKEN), step)
                 if request.events:
                     extras[request] = self._take_extras(request)
         if finished:
@@ -262,6 +293,7 @@ class Scheduler:
             num_skipped_waiting_reqs=num_skipped,
             kv_cache_usage=self._cache.usage,
             prefix_cache_stats=self._cache.take_statistics(),
+            spec_decoding_stats=None if step is None else step.spec_decoding_stats,
             iteration_details=step.details if step is not None and step.num_tokens else None,
         )
 
@@ -304,34 +336,49 @@ class Scheduler:
         while index < len(self._running) and step.budget > 0:
             request = self._running[index]
             num_tokens = self._next_chunk(request, step)
-            if not num_tokens:
-                index += 1
-                continue
-            while not self._allocate(request, num_tokens):
-                victim = self._choose_victim()
-                if self._running.index(victim) < index:
-                    index -= 1
-                self._running.remove(victim)
-                step.take_back(victim)
-                step.preempted.append(victim)
-                self._preempt(victim, step.now)
-                if victim is request:
+            if num_tokens:
+                index -= self._make_room(request, num_tokens, step)
+                if request.status is not RequestStatus.RUNNING:
+                    if self._goes_on_after_preemption:
+                        continue
                     break
-            if request.status is RequestStatus.RUNNING:
                 step.give(request, num_tokens)
-                index += 1
-            elif not self._goes_on_without(request):
-                break
+                step.goes_on_with_prefill |= request.is_prefill_chunk
+                self._spend_drafts(request, step)
+            index += 1
+
+    def _make_room(self, request: ScheduledRequest, num_tokens: int, step: Step) -> int:
+        """Give a running request its blocks, for which others or itself may be preempted.
+
+        Returns:
+          How many requests before it do not run any more.
+        """
+        before = 0
+        while request.status is RequestStatus.RUNNING and not self._allocate(request, num_tokens):
+            victim = self._choose_victim()
+            before += victim.seat < request.seat
+            self._running.remove(victim)
+            step.take_back(victim)
+            step.preempted.append(victim)
+            self._preempt(victim, step.now)
+        return before
 
     def _next_chunk(self, request: ScheduledRequest, step: Step) -> int:
         """How many tokens a running request is to compute."""
         num_tokens = min(
-            request.num_tokens - request.num_computed_tokens,
+            request.num_tokens + request.num_draft_tokens - request.num_computed_tokens,
             step.long_prefill_threshold,
             step.budget,
             self._config.max_model_len - request.num_computed_tokens - 1,
         )
         return int(num_tokens)
+
+    def _spend_drafts(self, request: ScheduledRequest, step: Step) -> None:
+        """Note how many of a running request's drafts are verified; the others are dropped."""
+        end = request.num_computed_tokens + step.scheduled[request]
+        if request.num_draft_tokens and end > request.num_tokens:
+            step.drafts[request] = end - request.num_tokens
+        request.num_draft_tokens = 0
 
     def _choose_victim(self) -> ScheduledRequest:
         """The running request to be preempted."""
@@ -339,7 +386,8 @@ class Scheduler:
             return max(self._running, key=lambda request: request.urgency[:2])
         return self._running[-1]
 
-    def _goes_on_without(self, request: ScheduledRequest) -> bool:
+    @property
+    def _goes_on_after_preemption(self) -> bool:
         """Whether others are still scheduled after a request had to preempt itself."""
         return self._config.release >= (0, 33) and self._config.scheduling_policy == "priority"
 
@@ -348,6 +396,7 @@ class Scheduler:
         self._cache.free(request.table)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
+        request.num_draft_tokens = 0
         request.num_preemptions += 1
         request.record(EventType.PREEMPTED, now)
         self._waiting.put_back([request])
@@ -359,7 +408,7 @@ class Scheduler:
         if cache.blocks_for(end) - len(table.blocks) > cache.free_count:
             return False
         cache.extend(table, end)
-        cache.cache_full_blocks(table, end)
+        cache.cache_full_blocks(table, min(end, request.num_tokens))
         return True
 
     def _schedule_waiting(self, step: Step) -> None:
@@ -396,7 +445,11 @@ class Scheduler:
         cache, table = self._cache, request.table
         cached = cache.find_cached(table, request.num_tokens)
         num_computed_tokens = len(cached) * cache.block_size
-        remaining = min(request.num_tokens - num_computed_tokens, step.long_prefill_threshold)
+        left = request.num_tokens - num_computed_tokens
+        padding = self._padding(request, num_computed_tokens, step) if left == 1 else 0
+        if left + padding > step.budget and padding:
+            return False
+        remaining = min(left + padding, step.long_prefill_threshold)
         if remaining > step.budget and not self._config.enable_chunked_prefill:
             return False
         num_tokens = int(min(remaining, step.budget))
@@ -409,11 +462,23 @@ class Scheduler:
         cache.adopt(table, cached)
         end = min(num_computed_tokens + num_tokens, self._config.max_model_len)
         cache.extend(table, end)
-        cache.cache_full_blocks(table, end)
+        cache.cache_full_blocks(table, min(end, request.num_tokens))
         self._seat(request, step)
         request.num_computed_tokens = num_computed_tokens
         step.give(request, num_tokens)
+        if padding and num_tokens > 1:  # upstream fails if a threshold cuts the places for drafts
+            step.drafts[request] = num_tokens - 1
         return True
+
+    def _padding(self, request: ScheduledRequest, num_computed_tokens: int, step: Step) -> int:
+        """Places for drafts that a request gets which joins with one token to compute.
+
+        There are no drafts yet; the places make its batch as wide as those of the others.
+        """
+        count = self._config.num_speculative_tokens
+        joins_others = num_computed_tokens > 0 or len(step.scheduled) > len(step.admitted)
+        has_room = num_computed_tokens + count + 2 <= self._config.max_model_len
+        return count if joins_others and has_room and not step.goes_on_with_prefill else 0
 
     def _fits(self, request: ScheduledRequest, cached: list[int], num_tokens: int) -> bool:
         """Whether there are blocks for a waiting request, beyond those it finds cached."""
@@ -450,12 +515,43 @@ class Scheduler:
                 details.num_generation_tokens += num_tokens
             request.num_computed_tokens += num_tokens
             step.context_length += request.num_computed_tokens
-            if request.num_computed_tokens == request.num_tokens:
+            request.is_prefill_chunk = request.num_computed_tokens < request.num_tokens
+            if not request.is_prefill_chunk:
                 step.individual_rows.append(request)
         step.rows += step.individual_rows
         if step.num_tokens:
             details.iteration_index = self._steps
             self._steps += 1
+
+    def _append(self, request: ScheduledRequest, got: Sampled, step: Step) -> None:
+        """Give a request the tokens of its row, and take back what was computed for wrong drafts."""
+        num_drafts = step.drafts.get(request, 0)
+        if num_drafts:
+            request.num_computed_tokens -= num_drafts - got.num_accepted
+            self._observe_drafts(step, num_drafts, got.num_accepted)
+        request.num_tokens += got.num_delivered
+        request.num_draft_tokens = self._config.num_speculative_tokens
+        if request.num_draft_tokens and self._config.release >= (0, 33):
+            # The last token of a row is not computed yet, even if the row was cut.
+            self._cache.cache_full_blocks(request.table, request.num_tokens - 1)
+
+    def _observe_drafts(self, step: Step, num_drafts: int, num_accepted: int) -> None:
+        """Count the drafts of one row."""
+        stats = step.spec_decoding_stats
+        if stats is None:
+            count = self._config.num_speculative_tokens
+            stats = step.spec_decoding_stats = SpecDecodingStats(
+                num_spec_tokens=count,
+                num_accepted_tokens_per_pos=[0] * count,
+                num_draft_tokens_per_pos=[0] * count,
+            )
+        stats.num_drafts += 1
+        stats.num_draft_tokens += num_drafts
+        stats.num_accepted_tokens += num_accepted
+        for position in range(num_accepted):
+            stats.num_accepted_tokens_per_pos[position] += 1
+        for position in range(num_drafts):
+            stats.num_draft_tokens_per_pos[position] += 1
 
     def _take_extras(self, request: ScheduledRequest) -> RowExtras:
         block_size = self._cache.block_size

@@ -43,6 +43,7 @@ from trio_vllm.protocol.handshake import encode_init as encode_init
 from trio_vllm.protocol.handshake import encode_ready_response as encode_ready_response
 from trio_vllm.protocol.handshake import encode_report as encode_report
 from trio_vllm.protocol.logprobs import Logprobs as Logprobs
+from trio_vllm.protocol.logprobs import LogprobsCollector as LogprobsCollector
 from trio_vllm.protocol.logprobs import PositionLogprobs as PositionLogprobs
 from trio_vllm.protocol.logprobs import SamplingMask as SamplingMask
 from trio_vllm.protocol.logprobs import TokenLogprob as TokenLogprob
@@ -67,6 +68,7 @@ from trio_vllm.protocol.output import decode_outputs as decode_outputs
 from trio_vllm.protocol.output import decode_outputs_lazily as decode_outputs_lazily
 from trio_vllm.protocol.output import encode_outputs as encode_outputs
 from trio_vllm.protocol.output import plain_token_ids as plain_token_ids
+from trio_vllm.protocol.output import raw_logprobs_of as raw_logprobs_of
 from trio_vllm.protocol.output import row_request_id as row_request_id
 from trio_vllm.protocol.request import AbortRequests as AbortRequests
 from trio_vllm.protocol.request import EngineCoreRequest as EngineCoreRequest
@@ -102,5 +104,7 @@ from trio_vllm.protocol.stats import SchedulerStats as SchedulerStats
 from trio_vllm.protocol.stats import SpecDecodingStats as SpecDecodingStats
 from trio_vllm.protocol.structs import defaults_of as defaults_of
 from trio_vllm.protocol.structs import index_of as index_of
+from trio_vllm.protocol.token_ids import as_token_ids as as_token_ids
+from trio_vllm.protocol.token_ids import plain_items as plain_items
 from trio_vllm.protocol.utility import UtilityOutput as UtilityOutput
 from trio_vllm.protocol.utility import UtilityRequest as UtilityRequest

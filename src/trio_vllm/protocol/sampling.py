@@ -7,10 +7,11 @@ kinds) have no place here; decoding skips their keys.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
 import attrs
 
@@ -37,6 +38,7 @@ from trio_vllm.protocol.codec import (
     strict_on_encode,
 )
 from trio_vllm.protocol.structs import Key, as_map, codec_of
+from trio_vllm.protocol.token_ids import as_token_ids
 
 STRUCTURED_OUTPUTS_BACKENDS = ("xgrammar", "guidance", "outlines", "lm-format-enforcer")
 
@@ -127,6 +129,64 @@ FewTokenIds = Annotated[
 ]
 
 
+_TEXTS = "there is no tokenizer here: "
+
+VLLM_ONLY = {
+    "ignore_eos": "the engine stops at eos_token_id alone; leave eos_token_id unset",
+    "stop": _TEXTS + "use stop_token_ids, or match texts where you have one and leave the stream",
+    "include_stop_str_in_output": _TEXTS + "cut texts where you match them",
+    "detokenize": _TEXTS + "the answer is token ids",
+    "skip_special_tokens": _TEXTS + "the answer is token ids, all of them",
+    "spaces_between_special_tokens": _TEXTS + "the answer is token ids",
+    "output_text_buffer_length": _TEXTS + "the answer is token ids",
+    "bad_words": _TEXTS + "use bad_words_token_ids",
+    "output_kind": "use Llm.stream for what is new, Llm.generate for the whole",
+    "flat_logprobs": "log probabilities are arrays here",
+    "skip_clone": "parameters are never changed, so never cloned",
+    "guided_decoding": "use structured_outputs=StructuredOutputsParams(…)",
+    "logits_processors": "engines load them when they start; use extra_args for their options",
+    "truncate_prompt_tokens": "cut prompt_token_ids",
+    "best_of": "use n and choose",
+    "use_beam_search": "vLLM's frontends search beams with many requests, and so can you",
+}
+"""Parameters that vLLM's class of this name has, or had, and what to do here instead."""
+
+_TOKEN_ID_FIELDS = frozenset(
+    {
+        "stop_token_ids",
+        "all_stop_token_ids",
+        "allowed_token_ids",
+        "logprob_token_ids",
+        "trace_decode_token_ids",
+    }
+)
+
+C = TypeVar("C")
+
+
+def _takes_what_people_write(cls: type[C]) -> type[C]:
+    """Keep iterators of token ids as lists, and explain the parameters that only vLLM's class has."""
+    attrs_init: Callable[..., None] = cls.__init__
+
+    @functools.wraps(attrs_init)
+    def init(self: object, *args: Any, **fields: Any) -> None:
+        if not _TOKEN_ID_FIELDS.isdisjoint(fields):
+            for name in _TOKEN_ID_FIELDS & fields.keys():
+                if isinstance(fields[name], Iterator):
+                    fields[name] = as_token_ids(fields[name], name)
+        try:
+            attrs_init(self, *args, **fields)
+        except TypeError:
+            for name in fields.keys() & VLLM_ONLY.keys():
+                reason = VLLM_ONLY[name]
+                raise TypeError(f"SamplingParams has no {name} here: {reason}") from None
+            raise
+
+    cls.__init__ = init  # type: ignore[method-assign]
+    return cls
+
+
+@_takes_what_people_write
 @as_map(omit_defaults=True)
 @attrs.define(kw_only=True, eq=False)
 class EngineCoreSamplingParams:
