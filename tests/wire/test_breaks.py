@@ -159,14 +159,8 @@ async def test_under_a_utility_call(tmp_path: Path, proxies: dict[str, Proxy], n
     assert isinstance(caught.value.__cause__, EngineDeadError)
 
 
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        ("coordinator_input", "reset"),
-        ("coordinator_output", "reset"),
-        ("coordinator_output", "freeze"),
-    ],
-)
+@pytest.mark.parametrize("how", ["reset", "freeze"])
+@pytest.mark.parametrize("name", ["coordinator_input", "coordinator_output"])
 async def test_of_the_coordinator(
     tmp_path: Path, proxies: dict[str, Proxy], name: str, how: str
 ) -> None:

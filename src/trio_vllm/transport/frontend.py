@@ -126,6 +126,9 @@ class HandshakeOwner:
                 sockets.tables.remove(handshake.connections)
                 if coordination is None:
                     self._check_need_of_coordinator(responses)
+                else:
+                    subscribers = frozenset(run.subscribers)
+                    coordination = attrs.evolve(coordination, subscribers=subscribers)
                 async with (
                     sockets.disconnects() as disconnects,
                     running(partial(_drop_all, sockets.requests)),
