@@ -19,7 +19,7 @@ from trio_vllm.errors import (
     StartupError,
 )
 from trio_vllm.mock.config import MockEngineConfig, ServeOptions
-from trio_vllm.mock.engine import MockEngine, ready_response
+from trio_vllm.mock.engine import MockEngine, data_parallel_size, ready_response
 from trio_vllm.mock.events import (
     LogEntry,
     MessageIgnored,
@@ -172,8 +172,7 @@ class _Service:
     def _ready_response(self, engine_index: int, init: HandshakeInit) -> EngineCoreReadyResponse:
         size = 1
         if self._config.lockstep:
-            known = init.parallel_config.get("data_parallel_size")
-            size = known if isinstance(known, int) else self._options.last_index + 1
+            size = data_parallel_size(init, self._options.last_index + 1)
         return ready_response(
             self._config,
             engine_index,

@@ -167,7 +167,7 @@ class _Joining:
     async def receive_init(self) -> HandshakeInit:
         """Wait for the answer to HELLO."""
         phase = f"INIT from the frontend at {self._frontend.address}"
-        return _read_init(await self._answer(phase, self._handshake.receive), phase)
+        return read_init(await self._answer(phase, self._handshake.receive), phase)
 
     def register(self, addresses: Sequence[str], response: Sequence[Buffer]) -> None:
         """Connect to each client's input address, and say there who we are."""
@@ -305,8 +305,8 @@ class _Joining:
         raise StartupError(phase, notes=[frontend.state])
 
 
-def _read_init(frames: Frames, phase: str) -> HandshakeInit:
-    """Read the answer to HELLO and refuse what cannot be used."""
+def read_init(frames: Frames, phase: str) -> HandshakeInit:
+    """Read the answer to HELLO; `StartupError` if it cannot be used."""
     if len(frames) != 1:
         raise StartupError(phase, notes=[f"it has {len(frames)} frames"])
     try:
