@@ -215,6 +215,9 @@ class _Service:
             raise
         finally:
             self._lockstep.runners.discard(runner)
+            if session.lost_address is not None:
+                # Whoever counts wants each request to end, and these have nobody to tell.
+                engine.shut_down(self._limits.runner.clock(), drain=False)
             self.summary += engine.summary
             log_entries(engine_index, engine.events.pop_entries())
 
