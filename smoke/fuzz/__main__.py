@@ -131,9 +131,9 @@ def cpu_of_children() -> float:
 
 def report(results: list[Result], path: Path | None) -> None:
     """Print what came of it, and write it to a file on wish."""
-    print(f"{'target':<10} {'inputs':>11} {'seconds':>8} {'CPU s':>7} {'a CPU s':>8}  fault")
+    print(f"{'target':<14} {'inputs':>11} {'seconds':>8} {'CPU s':>7} {'a CPU s':>8}  fault")
     for result in results:
-        print(f"{result.target:<10} {result.runs:>11,} {result.seconds:>8.0f}", end=" ")
+        print(f"{result.target:<14} {result.runs:>11,} {result.seconds:>8.0f}", end=" ")
         print(f"{result.cpu_seconds:>7.0f} {result.rate:>8,.0f}  {result.fault or 'none'}")
     if path is not None:
         figures = [{**attrs.asdict(r), "fault": r.fault and str(r.fault)} for r in results]

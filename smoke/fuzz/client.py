@@ -27,6 +27,7 @@ from trio_vllm.llm.collector import Collector
 from trio_vllm.mock import MockEngineConfig
 from trio_vllm.mock.engine import ready_response
 from trio_vllm.protocol import (
+    SUBSCRIBE,
     EngineCoreOutput,
     EngineCoreReadyResponse,
     EngineCoreRequest,
@@ -42,6 +43,8 @@ from trio_vllm.protocol import (
 )
 
 ENGINES = 2
+SUBSCRIBERS = (30, 31)
+"""The connections to the broadcasts that have subscribed during the startup."""
 MAX_DROP_REASONS = 8
 """Kinds of messages that do not count; each is counted under its name."""
 
@@ -108,7 +111,9 @@ class Play:
         self._is_follower = setting & 3 == 2
         waves: WaveLeader | WaveFollower | None = None
         if self._is_leader:
-            waves = WaveLeader(range(ENGINES), is_lockstep=setting & 4 == 0)
+            waves = WaveLeader(
+                range(ENGINES), is_lockstep=setting & 4 == 0, subscribers=SUBSCRIBERS
+            )
         elif self._is_follower:
             waves = WaveFollower(is_lockstep=setting & 4 == 0, must_notify=setting & 8 == 0)
         config = MockEngineConfig(max_model_len=4096, max_loras=1)
@@ -129,6 +134,7 @@ class Play:
             b"stranger": lambda frames: self.core.receive(frames, 99, self._now),
             b"unknown": lambda frames: self.core.receive(frames, None, self._now),
             b"notice": self._notice,
+            b"subscribe": self._subscribe,
             b"publish": self._publish,
             b"break": self._break,
             b"wait": self._wait,
@@ -214,7 +220,15 @@ class Play:
             assert waiter.count == call.is_settled, "whoever waits is woken once"
             self.core.close_call(call)
             if call.is_settled:
-                _read_outcome(call)
+                self._read_outcome(call)
+
+    def _read_outcome(self, call: UtilityCall) -> None:
+        try:
+            call.outcome()
+        except EngineCoreError as error:
+            check_text(str(error)[:500])  # it has the words of every engine
+            expected = (UtilityCallFailedError, EngineDeadError, type(self.core.failure))
+            assert isinstance(error, expected), f"{error!r} is not among the documented"
 
     def _read_stats(self, _: Frames) -> None:
         if not self._has_listener:
@@ -229,9 +243,11 @@ class Play:
 
     def _notice(self, frames: Frames) -> None:
         if self._is_leader:
-            connection = 20 + len(frames) % ENGINES
-            self.core.receive_notice(frames, connection)
-            self.core.receive_subscription(frames)
+            self.core.receive_notice(frames, 20 + len(frames) % ENGINES)
+
+    def _subscribe(self, frames: Frames) -> None:
+        if self._is_leader:
+            self.core.receive_subscription(frames[1:], _number(frames))
 
     def _publish(self, frames: Frames) -> None:
         if self._is_follower:
@@ -282,13 +298,6 @@ class Play:
         assert (tables.utility_calls, tables.unsent_messages, tables.unsent_aborts) == (0, 0, 0)
 
 
-def _read_outcome(call: UtilityCall) -> None:
-    try:
-        call.outcome()
-    except (UtilityCallFailedError, EngineDeadError, ClientClosedError) as error:
-        check_text(str(error)[:500])  # it has the words of every engine
-
-
 def fuzz_client(data: bytes) -> None:
     """The first byte says which part we have in waves; actions follow, named by first frames."""
     if not data:
@@ -324,7 +333,8 @@ def client_seeds() -> list[bytes]:
             [b"call", *utility[number % len(utility)]],
             [b"notice", *notices[number % len(notices)]],
             [b"publish", *publications[number % len(publications)]],
-            [b"break", bytes([number % 16])],
+            [b"break", bytes([number % 32])],
+            [b"subscribe", b"\x20", SUBSCRIBE],
             [b"wait", b"\x1e"],
             [b"abort", b"a"],
             [b"drop", b"\x00"],

@@ -12,7 +12,9 @@ from typing import Any
 from fuzz.framing import join, split
 from fuzz.vectors import Frames, recorded
 from trio_vllm.client.engines import EngineInfo
-from trio_vllm.errors import DecodeError, InvalidFieldError
+from trio_vllm.errors import ConfigurationError, DecodeError, InvalidFieldError, StartupError
+from trio_vllm.mock import MockEngineConfig
+from trio_vllm.mock.engine import data_parallel_size, ready_response
 from trio_vllm.protocol import (
     AbortRequests,
     Buffer,
@@ -45,6 +47,8 @@ from trio_vllm.protocol import (
     plain_token_ids,
 )
 from trio_vllm.protocol.startup import MAX_NOTES
+from trio_vllm.transport.address import parse_endpoint
+from trio_vllm.transport.engine import read_init
 
 MAX_TEXT = 1000
 """Characters that an error, or a note, may have at most: its message may have millions."""
@@ -148,6 +152,33 @@ def decoder_seeds() -> list[bytes]:
 
 
 # The startup ----------------------------------------------------------------------------------------
+
+
+def fuzz_engine_startup(data: bytes) -> None:
+    """An engine reads INIT, looks at the addresses, and registers."""
+    try:
+        init = read_init(split(data)[0], "INIT")
+    except StartupError as error:
+        check_text(str(error))
+        return
+    for address in (*init.addresses.inputs, *init.addresses.outputs):
+        try:
+            parse_endpoint(address, port_required=True)
+        except ConfigurationError as error:
+            check_text(str(error))
+    response = ready_response(
+        MockEngineConfig(),
+        1,
+        data_parallel_size=data_parallel_size(init, 2),
+        dp_stats_address=init.addresses.frontend_stats_publish_address,
+    )
+    assert decode_ready_response(encode_ready_response(response)) == response
+
+
+def engine_startup_seeds() -> list[bytes]:
+    """The recorded answers to HELLO."""
+    return [join([frames]) for frames in recorded("handshake") if b"addresses" in frames[0]]
+
 
 ENGINES = 2
 

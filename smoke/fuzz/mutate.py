@@ -82,44 +82,58 @@ def _move(messages: list[list[bytes]], draw: random.Random) -> None:
 def _change_frame(
     frames: list[bytes], draw: random.Random, change_bytes: Callable[[bytes], bytes]
 ) -> None:
-    at = draw.randrange(len(frames))
+    # Most frames that are shorter are names, routing ids and types.
+    large = [at for at, frame in enumerate(frames) if len(frame) > 6]
+    at = draw.choice(large) if large and draw.random() < 0.8 else draw.randrange(len(frames))
     try:
         raw = ormsgpack.unpackb(
             frames[at], ext_hook=ormsgpack.Ext, option=ormsgpack.OPT_NON_STR_KEYS
         )
-        changed = _changed(raw, draw, 0)
+        changed = _changed(raw, draw.choice(_paths(raw)), draw)
         frames[at] = ormsgpack.packb(changed, option=ormsgpack.OPT_NON_STR_KEYS)
     except (ValueError, TypeError):
         frames[at] = change_bytes(frames[at])
 
 
-def _changed(raw: Any, draw: random.Random, depth: int) -> Any:
-    """The value with one value inside changed; the deeper, the likelier this one."""
-    if isinstance(raw, list) and raw and draw.random() > 0.12 * (depth + 1):
-        return _changed_list(raw, draw, depth)
-    if isinstance(raw, dict) and raw and draw.random() > 0.12 * (depth + 1):
-        key = draw.choice(list(raw))
-        raw = dict(raw)
-        if draw.random() < 0.1:
-            del raw[key]
-        else:
-            raw[key] = _changed(raw[key], draw, depth + 1)
-        return raw
+MAX_PATHS = 500
+"""Values of a frame that may be chosen; a long prompt is not worth more."""
+
+
+def _paths(raw: Any) -> list[tuple[Any, ...]]:
+    """Where there are values in an object: keys and positions, from the outside in."""
+    found: list[tuple[Any, ...]] = [()]
+    for path in found:  # which grows
+        if len(found) >= MAX_PATHS:
+            break
+        value = raw
+        for key in path:
+            value = value[key]
+        if isinstance(value, dict):
+            found += [(*path, key) for key in value]
+        elif isinstance(value, list):
+            found += [(*path, position) for position in range(len(value))]
+    return found
+
+
+def _changed(raw: Any, path: tuple[Any, ...], draw: random.Random) -> Any:
+    """The object with the value at a path changed, or repeated, or gone."""
+    if not path:
+        return _changed_value(raw, draw)
+    key, *rest = path
+    copy: Any = list(raw) if isinstance(raw, list) else dict(raw)
+    choice = draw.random()
+    if not rest and choice < 0.1:
+        del copy[key]
+    elif not rest and choice < 0.2 and isinstance(copy, list):
+        copy.insert(key, copy[draw.randrange(len(copy))])
+    else:
+        copy[key] = _changed(copy[key], tuple(rest), draw)
+    return copy
+
+
+def _changed_value(raw: Any, draw: random.Random) -> Any:
     if type(raw) is int and draw.random() < 0.4:
         return max(min(raw + draw.choice([-1, 1, 255, -(2**31)]), 2**64 - 1), -(2**63))
+    if type(raw) is list and draw.random() < 0.3:
+        return [*raw, draw.choice(STRANGE)]
     return draw.choice(STRANGE)
-
-
-def _changed_list(raw: list[Any], draw: random.Random, depth: int) -> list[Any]:
-    raw = list(raw)
-    at = draw.randrange(len(raw))
-    choice = draw.random()
-    if choice < 0.08:
-        del raw[at]
-    elif choice < 0.16:
-        raw.insert(at, raw[draw.randrange(len(raw))])
-    elif choice < 0.2:
-        raw.append(draw.choice(STRANGE))
-    else:
-        raw[at] = _changed(raw[at], draw, depth + 1)
-    return raw

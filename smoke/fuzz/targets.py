@@ -9,7 +9,14 @@ from collections.abc import Callable
 import attrs
 
 from fuzz.client import client_seeds, fuzz_client
-from fuzz.decoders import decoder_seeds, fuzz_decoders, fuzz_startup, startup_seeds
+from fuzz.decoders import (
+    decoder_seeds,
+    engine_startup_seeds,
+    fuzz_decoders,
+    fuzz_engine_startup,
+    fuzz_startup,
+    startup_seeds,
+)
 from fuzz.engine import engine_seeds, fuzz_engine
 
 MAX_SECONDS = 2.0
@@ -44,6 +51,7 @@ def _peak() -> int:
 TARGETS = {
     "decoders": Target(fuzz_decoders, decoder_seeds),
     "startup": Target(fuzz_startup, startup_seeds),
+    "engine-startup": Target(fuzz_engine_startup, engine_startup_seeds),
     "client": Target(fuzz_client, client_seeds),
     "engine": Target(fuzz_engine, engine_seeds),
 }

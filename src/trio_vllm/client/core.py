@@ -572,10 +572,10 @@ class FrontendCore:
         except DecodeError as error:
             self._receive_undecodable(error.engine_index, error)
 
-    def receive_subscription(self, frames: Frames, _: int | None = None) -> None:
+    def receive_subscription(self, frames: Frames, connection: int | None = None) -> None:
         """Handle a new connection to the broadcasts of the coordinator, which we are."""
         assert isinstance(self._waves, WaveLeader)
-        self._coordination_sends += self._waves.receive_subscription(frames)
+        self._coordination_sends += self._waves.receive_subscription(frames, connection)
 
     def receive_publication(self, frames: Frames, _: int | None = None) -> None:
         """Handle a message from the coordinator in another process."""
@@ -598,6 +598,7 @@ class FrontendCore:
             engine_index = self._connections.engine_of(connection)
         if engine_index is None and isinstance(self._waves, WaveLeader):
             engine_index = self._waves.engine_of(connection)
+            self._waves.lose_connection(connection, now)
         if engine_index is not None:
             self._disconnect(self._engines.by_index[engine_index], now)
 
@@ -609,12 +610,16 @@ class FrontendCore:
     @property
     def next_deadline(self) -> float:
         """When `tick` should be called next; may be infinity."""
-        return self._engines.next_deadline
+        engines, leader = self._engines.next_deadline, self._waves
+        return min(engines, leader.next_deadline) if isinstance(leader, WaveLeader) else engines
 
     def tick(self, now: float) -> None:
         """Mark those engines dead whose deadline has passed."""
         for engine, cause in self._engines.expired(now):
             self._mark_dead(engine, CONNECTION_LOST, cause)
+        if isinstance(self._waves, WaveLeader) and (error := self._waves.expire(now)):
+            _log.error("%s", error)
+            self.fail(error)
 
     def _mark_dead(self, engine: Engine, reason: str, cause: Exception | None = None) -> None:
         """Give an engine up, unless it is dead already, and all that is waited for from it."""

@@ -34,6 +34,7 @@ from trio_vllm.mock.request import Refusal, Request, RequestFactory
 from trio_vllm.mock.scheduler import Counts, Scheduler, StepClock
 from trio_vllm.mock.utilities import EngineControl, RequestAction
 from trio_vllm.protocol import (
+    MAX_ENGINES,
     AbortRequests,
     DpControlOutput,
     EngineCoreOutput,
@@ -41,6 +42,7 @@ from trio_vllm.protocol import (
     EngineCoreRequest,
     FinishReason,
     Frames,
+    HandshakeInit,
     RequestBatchOutputs,
     RequestErrorInfo,
     SchedulerStats,
@@ -82,6 +84,12 @@ def ready_response(
         kv_cache_size_tokens=config.kv_cache_size_tokens,
         enable_sleep_mode=config.enable_sleep_mode,
     )
+
+
+def data_parallel_size(init: HandshakeInit, default: int) -> int:
+    """How many engines are in lockstep, as a frontend says, unless it says nothing that could be."""
+    said = init.parallel_config.get("data_parallel_size")
+    return said if isinstance(said, int) and 1 <= said <= MAX_ENGINES else default
 
 
 @attrs.define

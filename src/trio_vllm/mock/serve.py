@@ -19,7 +19,7 @@ from trio_vllm.errors import (
     StartupError,
 )
 from trio_vllm.mock.config import MockEngineConfig, ServeOptions
-from trio_vllm.mock.engine import MockEngine, ready_response
+from trio_vllm.mock.engine import MockEngine, data_parallel_size, ready_response
 from trio_vllm.mock.events import (
     LogEntry,
     MessageIgnored,
@@ -172,8 +172,7 @@ class _Service:
     def _ready_response(self, engine_index: int, init: HandshakeInit) -> EngineCoreReadyResponse:
         size = 1
         if self._config.lockstep:
-            known = init.parallel_config.get("data_parallel_size")
-            size = known if isinstance(known, int) else self._options.last_index + 1
+            size = data_parallel_size(init, self._options.last_index + 1)
         return ready_response(
             self._config,
             engine_index,
@@ -216,6 +215,9 @@ class _Service:
             raise
         finally:
             self._lockstep.runners.discard(runner)
+            if session.lost_address is not None:
+                # Whoever counts wants each request to end, and these have nobody to tell.
+                engine.shut_down(self._limits.runner.clock(), drain=False)
             self.summary += engine.summary
             log_entries(engine_index, engine.events.pop_entries())
 

@@ -24,6 +24,10 @@ class Endpoint:
     is_ipv6: bool = False
 
 
+MAX_LENGTH = 400
+"""Characters of an address: names of hosts and paths of sockets are shorter, and a peer may tell us any."""
+
+
 def parse_endpoint(address: str, *, port_required: bool) -> Endpoint:
     """Check ``tcp://host:port`` or ``ipc://path``.
 
@@ -35,6 +39,8 @@ def parse_endpoint(address: str, *, port_required: bool) -> Endpoint:
     Raises:
       ConfigurationError: The address has another form; says which part is wrong.
     """
+    if len(address) > MAX_LENGTH:
+        raise ConfigurationError(f"address {address[:40]!r}… has {len(address)} characters")
     scheme, separator, rest = address.partition("://")
     if not separator or scheme not in {"tcp", "ipc"}:
         raise ConfigurationError(f"address {address!r} is neither tcp://host:port nor ipc://path")

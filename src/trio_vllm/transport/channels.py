@@ -69,6 +69,8 @@ class LeaderChannels:
     subscriptions: FrameReceiver
     """Receives a message from each engine whose connection to the broadcasts is new."""
     notices: FrameReceiver
+    subscribers: frozenset[int] = frozenset()
+    """The connections to the broadcasts that subscribed during the startup."""
 
 
 @attrs.frozen

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 import trio
+import zmq
 
 from trio_vllm.concurrency import running
 from trio_vllm.errors import ConfigurationError, DecodeError, StartupError
@@ -42,6 +43,11 @@ from trio_vllm.transport.zmq_monitor import OutgoingConnection, set_linger
 from trio_vllm.transport.zmq_socket import ZmqSocket
 
 T = TypeVar("T")
+
+OUTPUT_BYTES = 1 << 17
+"""Bytes of outputs, if their number is bounded, that may wait for a client in ØMQ, and as many in the
+operating system, which would take megabytes. A client takes seconds for those, and what is new comes
+behind them."""
 
 DESCRIPTORS_PER_ENGINE = 2 * (PER_SOCKET + 1)
 """File descriptors of an engine that has joined a frontend of one client: two connections, and the
@@ -161,7 +167,7 @@ class _Joining:
     async def receive_init(self) -> HandshakeInit:
         """Wait for the answer to HELLO."""
         phase = f"INIT from the frontend at {self._frontend.address}"
-        return _read_init(await self._answer(phase, self._handshake.receive), phase)
+        return read_init(await self._answer(phase, self._handshake.receive), phase)
 
     def register(self, addresses: Sequence[str], response: Sequence[Buffer]) -> None:
         """Connect to each client's input address, and say there who we are."""
@@ -180,8 +186,13 @@ class _Joining:
 
     def _push(self, address: str, high_water_mark: int = 0) -> tuple[ZmqSocket, OutgoingConnection]:
         socket = self._context.socket(
-            SocketType.PUSH, linger=OUTPUT_LINGER, send_high_water_mark=high_water_mark
+            SocketType.PUSH,
+            linger=OUTPUT_LINGER,
+            send_high_water_mark=high_water_mark,
+            send_budget=OUTPUT_BYTES,
         )
+        if high_water_mark:
+            socket.set_options({zmq.SNDBUF: OUTPUT_BYTES})
         return socket, self._connect(socket, address)
 
     def _connect(self, socket: ZmqSocket, address: str) -> OutgoingConnection:
@@ -294,8 +305,8 @@ class _Joining:
         raise StartupError(phase, notes=[frontend.state])
 
 
-def _read_init(frames: Frames, phase: str) -> HandshakeInit:
-    """Read the answer to HELLO and refuse what cannot be used."""
+def read_init(frames: Frames, phase: str) -> HandshakeInit:
+    """Read the answer to HELLO; `StartupError` if it cannot be used."""
     if len(frames) != 1:
         raise StartupError(phase, notes=[f"it has {len(frames)} frames"])
     try:

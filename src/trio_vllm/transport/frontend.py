@@ -126,6 +126,9 @@ class HandshakeOwner:
                 sockets.tables.remove(handshake.connections)
                 if coordination is None:
                     self._check_need_of_coordinator(responses)
+                else:
+                    subscribers = frozenset(run.subscribers)
+                    coordination = attrs.evolve(coordination, subscribers=subscribers)
                 async with (
                     sockets.disconnects() as disconnects,
                     running(partial(_drop_all, sockets.requests)),
@@ -288,10 +291,11 @@ SMALL_MESSAGES_ONLY: dict[int, int | bytes] = {zmq.RCVHWM: 10, zmq.MAXMSGSIZE: 1
 them, and ØMQ counts messages, not their bytes, nor those of a message with many frames that never
 ends: the connection of a peer that sends a larger frame is closed."""
 
-OUTPUTS_BOUNDED: dict[int, int | bytes] = {zmq.RCVHWM: 256}
-"""Messages of each engine that may wait to be received. What an engine sends beyond waits there, as
-it must: a client that is behind would otherwise be ever more so, and handle what it does not want any
-more before what it wants."""
+OUTPUTS_BOUNDED: dict[int, int | bytes] = {zmq.RCVHWM: 64, zmq.RCVBUF: 1 << 17}
+"""Messages of each engine that may wait to be received, and bytes of them in the operating system,
+which would take megabytes. What an engine sends beyond waits there, as it must: a client that is behind
+would otherwise be ever more so, and handle what it does not want any more before what it wants. With
+256 requests a message takes some milliseconds, if each of its readers is waiting."""
 
 
 @attrs.define
