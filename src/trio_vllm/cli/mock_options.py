@@ -24,7 +24,7 @@ from trio_vllm.mock import MockEngineConfig, ServeOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-SECTIONS = ("Engines", "Tokens", "What the engines say of themselves", "Life")
+SECTIONS = ("Engines", "Tokens", "Scheduling", "What the engines say of themselves", "Life")
 """The headings of the help, in order."""
 GROUPS = {title: Group(title, sort_key=number) for number, title in enumerate(SECTIONS)}
 
@@ -41,6 +41,9 @@ SPECIAL = {
     "supported_tasks": Parameter(converter=_split, show_default=",".join),
     "startup_timeout": Parameter(show_default=_with_no_limit),
     "reconnect": Parameter(negative="--no-reconnect"),
+    "schedule": Parameter(negative="--no-schedule", show_default=False),
+    "enable_chunked_prefill": Parameter(negative="--no-enable-chunked-prefill"),
+    "enable_prefix_caching": Parameter(negative="--no-enable-prefix-caching"),
 }
 """What cannot be told from a field."""
 
