@@ -30,8 +30,8 @@ from trio_vllm.mock.encoding import (
 )
 from trio_vllm.mock.events import EventLog, Summary
 from trio_vllm.mock.request import Refusal, Request, RequestFactory
-from trio_vllm.mock.scheduler import Counts, Scheduler, StepClock
-from trio_vllm.mock.simulated import SimulatedScheduler
+from trio_vllm.mock.scheduler import Counts, Scheduler
+from trio_vllm.mock.simulated import SimulatedScheduler, simulated_scheduler
 from trio_vllm.mock.utilities import EngineControl, RequestAction
 from trio_vllm.protocol import (
     AbortRequests,
@@ -264,7 +264,7 @@ class MockEngine:
         source = TokenSource(config.vocab_size)
         self._factory = RequestFactory(engine_index, config, source)
         self._scheduler: Scheduler | SimulatedScheduler = (
-            SimulatedScheduler(config, source, fast_path=fast_path)
+            simulated_scheduler(config, source, fast_path=fast_path)
             if config.is_scheduled
             else Scheduler(config, source, client_count, fast_path=fast_path)
         )
@@ -278,7 +278,6 @@ class MockEngine:
         self._silently_finished: dict[int, list[str]] = {}
         self._load = LoadReporter()
         self._wave = Wave(engine_index) if config.lockstep and has_coordinator else None
-        self._clock = StepClock(config.step_interval)
         self._held: frozenset[int] = frozenset()
         self._has_work = False  # it may turn out that nothing is to be done
         self._is_steady = False  # until a message comes, steps make tokens and nothing else
@@ -307,7 +306,7 @@ class MockEngine:
 
     def _begin(self, now: float) -> None:
         if not self._has_work:
-            self._clock.begin(now)
+            self._scheduler.begin(now)
         self._is_steady, self._has_work = False, True
 
     def _refuse_undecodable(self, error: DecodeError, now: float) -> list[Outgoing]:
@@ -529,7 +528,7 @@ class MockEngine:
 
     def next_step_time(self, now: float) -> float | None:
         """When the next step is due, which may be before ``now``; None until a message comes."""
-        return self._clock.due(now) if self._has_work else None
+        return self._scheduler.due(now) if self._has_work else None
 
     def hold_clients(self, held: frozenset[int], now: float) -> None:
         """Make no output for these clients, or for `COORDINATOR`, until the next call.
@@ -547,8 +546,6 @@ class MockEngine:
         if self._is_steady:
             messages = self._scheduler.steady_step(self._template, now)
             if messages is not None:
-                if self._clock.interval:
-                    self._clock.stepped(now)
                 return messages
         builders: defaultdict[int, MessageBuilder] = defaultdict(MessageBuilder)
         replies = self._step_requests(builders, now)
@@ -565,14 +562,14 @@ class MockEngine:
             ]
         if self._has_coordinator:
             messages += self._report_to_coordinator(now)
-        if builders or self.counts[0]:
-            self._clock.stepped(now)
+        if lost := self._scheduler.pop_lost_time():
+            self.events.lost_time(lost, now)
         self._settle()
         return messages
 
     def steps(self, now: float, limit: int) -> list[Outgoing]:
         """Make several steps, ``limit`` at most, or just one if that is eventful or others wait."""
-        if self._is_steady and limit > 1 and not self._clock.interval:
+        if self._is_steady and limit > 1:
             made = self._scheduler.steady_steps(self._template, now, limit)
             if made is not None:
                 count, messages = made

@@ -220,6 +220,7 @@ class PlainBatch:
         """Take out a member before its end, with the tokens that it has got."""
         request.emitted = self._members.pop(request.request_id).emitted
 
+
 def _advance(prefill: Iterator[int], limit: int) -> int:
     """Go on with a prefill until it has made ``limit`` numbers or more; how many it has made."""
     numbers = 0

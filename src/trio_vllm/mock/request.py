@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -60,6 +60,8 @@ class Request:
     extras: Extras | None = None
     scheduled: ScheduledRequest | None = None
     """What vLLM's scheduler knows of it, if there is one."""
+    is_prefilled_elsewhere: bool = False
+    """Whether its ``kv_transfer_params`` say so."""
 
     emitted: int = 0
     """Tokens that it had got when it last left a batch, or joins its first one."""
@@ -112,6 +114,9 @@ class RequestFactory:
     _engine_index: int
     _config: MockEngineConfig
     _source: TokenSource
+    _is_scheduled: bool = attrs.field(
+        default=attrs.Factory(lambda self: self._config.is_scheduled, takes_self=True), init=False
+    )
 
     def make(self, wire: EngineCoreRequest, emitted: int) -> Request | Refusal:
         """Make a request; its first token will be that of position ``emitted``.
@@ -134,7 +139,8 @@ class RequestFactory:
             stop_reason=end.stop_reason,
             emitted=emitted,
             extras=_extras(wire, emitted, self._config.vocab_size),
-            scheduled=_scheduled(wire, prompt_len) if self._config.is_scheduled else None,
+            scheduled=_scheduled(wire, prompt_len) if self._is_scheduled else None,
+            is_prefilled_elsewhere=_is_prefilled_elsewhere(wire),
         )
 
     def _fault(self, wire: EngineCoreRequest, prompt_len: int) -> str | None:
@@ -253,6 +259,12 @@ def _scheduled(wire: EngineCoreRequest, prompt_len: int) -> ScheduledRequest:
         priority=wire.priority,
         arrival_time=wire.arrival_time,
     )
+
+
+def _is_prefilled_elsewhere(wire: EngineCoreRequest) -> bool:
+    params = wire.sampling_params
+    given = (params.extra_args or {}).get("kv_transfer_params") if params is not None else None
+    return isinstance(given, Mapping) and bool(given.get("do_remote_prefill"))
 
 
 def _multimodal(wire: EngineCoreRequest) -> tuple[MultiModalSpan, ...]:

@@ -76,6 +76,7 @@ class Scheduler:
         self._waiting: dict[str, Request] = {}
         self._on_plain_path: set[str] = set()
         self._held: frozenset[int] = frozenset()
+        self._clock = StepClock(config.step_interval)
         self._stats = StatsTemplate()
         self._told: Counts = (0, 0)
         self._prefills = self._prefilled_tokens = 0
@@ -161,17 +162,34 @@ class Scheduler:
         self._fast.hold(held)
         self._plain.hold(held)
 
+    # Time ---------------------------------------------------------------------------------------
+
+    def begin(self, now: float) -> None:
+        """Something is to be done after a time with nothing."""
+        self._clock.begin(now)
+
+    def due(self, now: float) -> float:
+        """When the next step is due."""
+        return self._clock.due(now)
+
+    def pop_lost_time(self) -> float:
+        """No pace is promised."""
+        return 0.0
+
     # Steps --------------------------------------------------------------------------------------
 
     def steady_step(self, template: MessageTemplate, now: float) -> list[Outgoing] | None:
         """See `FastBatch.steady_step`; only if no request waits or is on the plain path."""
-        return self._fast.steady_step(template, now)
+        messages = self._fast.steady_step(template, now)
+        if messages is not None and self._clock.interval:
+            self._clock.stepped(now)
+        return messages
 
     def steady_steps(
         self, template: MessageTemplate, now: float, limit: int
     ) -> tuple[int, list[Outgoing]] | None:
         """See `FastBatch.steady_steps`; only if no request waits or is on the plain path."""
-        return self._fast.steady_steps(template, now, limit)
+        return None if self._clock.interval else self._fast.steady_steps(template, now, limit)
 
     def step(self, now: float, builder_for: Callable[[int], MessageBuilder]) -> list[Request]:
         """Make a step of any kind; which requests have finished."""
@@ -188,6 +206,8 @@ class Scheduler:
         for request in finished:
             del self._unfinished[request.request_id]
             self._on_plain_path.discard(request.request_id)
+        if finished or self.counts[0]:
+            self._clock.stepped(now)
         return finished
 
     def _start(self, started: list[Request], now: float) -> tuple[list[Request], list[Request]]:

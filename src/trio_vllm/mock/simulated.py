@@ -26,8 +26,9 @@ from trio_vllm.mock.kv_cache import KvCache
 from trio_vllm.mock.plain_batch import PlainMember, RowMaker
 from trio_vllm.mock.request import Request
 from trio_vllm.mock.scheduled_request import RequestStatus, ScheduledRequest
-from trio_vllm.mock.scheduler import Counts, Paused
+from trio_vllm.mock.scheduler import MAX_LAG, Counts, Paused
 from trio_vllm.mock.scheduling import RowExtras, Scheduler, SchedulerConfig, Step
+from trio_vllm.mock.times import RequestTimes, StepTimes
 from trio_vllm.mock.token_rows import Layout, TokenRows
 from trio_vllm.protocol import EventType, PrefillStats, SchedulerStats
 
@@ -90,7 +91,14 @@ class SimulatedScheduler:
     ) -> None:
         self._config = config
         self._cache = _kv_cache(config)
-        self._scheduler = Scheduler(_scheduler_config(config), self._cache, fast_path=fast_path)
+        self._scheduler = Scheduler(
+            _scheduler_config(config), self._cache, fast_path=fast_path and not self._is_by_request
+        )
+        self._times = StepTimes.of(config)
+        self._in_hand: Step | None = None
+        self._due = 0.0
+        self._lost = 0.0
+        self._resets_at_end = False  # what resets the cache waits for the end of the step
         self._rows = TokenRows(config.vocab_size, source)
         self._maker = RowMaker(config, source)
         self._fast_path = fast_path
@@ -119,8 +127,8 @@ class SimulatedScheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step is due."""
-        return self._scheduler.has_work and not self._is_stalled
+        """Whether a step is in hand, or can begin."""
+        return (self._in_hand is not None or self._scheduler.has_work) and not self._is_stalled
 
     @property
     def _is_stalled(self) -> bool:
@@ -130,6 +138,7 @@ class SimulatedScheduler:
         )
 
     is_steady = False
+    _is_by_request = False
 
     # Requests -----------------------------------------------------------------------------------
 
@@ -171,7 +180,15 @@ class SimulatedScheduler:
 
     def preempt_all(self, now: float) -> None:
         """Let all running requests wait again, and forget the prefix cache."""
-        self._scheduler.reset_prefix_cache(now, reset_running_requests=True)
+        if self._in_hand is None:
+            self._scheduler.reset_prefix_cache(now, reset_running_requests=True)
+        else:
+            self._resets_at_end = True
+
+    def _reset_when_ended(self, now: float) -> None:
+        if self._resets_at_end:
+            self._resets_at_end = False
+            self._scheduler.reset_prefix_cache(now, reset_running_requests=True)
 
     def reset_cache(self, now: float) -> None:
         """Forget the prefix cache, if no request runs."""
@@ -191,16 +208,47 @@ class SimulatedScheduler:
     ) -> tuple[int, list[Outgoing]] | None:
         """No step is made without the scheduler."""
 
+    def begin(self, now: float) -> None:
+        """A message came."""
+
+    def due(self, now: float) -> float:
+        """When the step in hand ends, or the next one begins."""
+        return now if self._in_hand is None else self._due
+
     def step(self, now: float, builder_for: Callable[[int], MessageBuilder]) -> list[Request]:
-        """Make a step; which requests have finished."""
-        if not self.has_work:
-            return []
-        step = self._scheduler.schedule(now)
-        return self._end(step, builder_for)
+        """End the step in hand and begin the next; which requests have finished."""
+        finished: list[Request] = []
+        step, begin = self._in_hand, now
+        if step is not None:
+            if now < self._due or self._is_stalled:
+                return finished
+            begin = self._keep_pace(self._due, now)
+            self._in_hand = None
+            finished = self._end(step, builder_for)
+        if self.has_work:
+            following = self._scheduler.schedule(now)
+            duration = self._times.duration(following)
+            if duration or step is not None:  # a message has the rows of one step
+                self._in_hand, self._due = following, begin + duration
+            else:
+                finished = self._end(following, builder_for)
+        return finished
+
+    def _keep_pace(self, due: float, now: float) -> float:
+        """The time that was due, unless that is too long ago; then time is lost."""
+        kept = max(due, now - MAX_LAG)
+        self._lost += kept - due
+        return kept
+
+    def pop_lost_time(self) -> float:
+        """Seconds that the machine was too slow for since this was last called."""
+        lost, self._lost = self._lost, 0.0
+        return lost
 
     def _end(self, step: Step, builder_for: Callable[[int], MessageBuilder]) -> list[Request]:
         """Make the rows of a step, and let the scheduler know."""
         running = RequestStatus.RUNNING
+        # Some may have been aborted since.
         rows = [request for request in step.rows if request.status is running]
         if rows != self._laid_out:
             self._lay_out(rows)
@@ -219,6 +267,7 @@ class SimulatedScheduler:
         self._stats = self._scheduler.make_stats(step)
         for member in finished:
             self._forget(member)
+        self._reset_when_ended(step.now)
         return [member.request for member in finished]
 
     def _lay_out(self, rows: list[ScheduledRequest]) -> None:
@@ -305,6 +354,117 @@ class SimulatedScheduler:
         """Nothing is kept between two steps that depends on a template."""
 
 
+GRANULARITY, GRANULARITY_PER_REQUEST = 0.0005, 0.000002
+"""Seconds between two looks at the requests, at least: tokens that are due in between come a little
+late, and those after them do not."""
+
+
+class TimedRequests(SimulatedScheduler):
+    """A `SimulatedScheduler` in which the tokens of each request come at times of their own.
+
+    A request that was scheduled has its row withheld until it is due, and is scheduled again after that.
+    """
+
+    _is_by_request = True
+
+    def __init__(
+        self, config: MockEngineConfig, source: TokenSource, *, fast_path: bool = True
+    ) -> None:
+        super().__init__(config, source, fast_path=fast_path)
+        self._request_times = RequestTimes.of(config)
+        self._dues: dict[ScheduledRequest, float] = {}  # of the rows that are withheld
+        self._last: dict[ScheduledRequest, float] = {}  # when a request got its last token
+        self._is_eager = False  # there may be something to schedule before a row is due
+        self._looked_at = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a row is withheld, or something can be scheduled."""
+        return (bool(self._dues) or self._scheduler.has_work) and not self._is_stalled
+
+    def begin(self, now: float) -> None:
+        """A message came: perhaps a request that can be admitted."""
+        self._is_eager = True
+
+    def add(self, request: Request, now: float) -> None:
+        """Let a request wait for its turn."""
+        super().add(request, now)
+        self._is_eager = True
+
+    def remove(self, request: Request) -> None:
+        """Forget an unfinished request: there may be room for another."""
+        super().remove(request)
+        self._is_eager = True
+
+    def due(self, now: float) -> float:
+        """When the next row is due."""
+        if self._is_eager or not self._dues:
+            return now
+        pause = max(GRANULARITY, GRANULARITY_PER_REQUEST * self._scheduler.num_running)
+        return max(min(self._dues.values()), self._looked_at + pause)
+
+    def step(self, now: float, builder_for: Callable[[int], MessageBuilder]) -> list[Request]:
+        """Send the rows that are due, and schedule what can be; which requests have finished."""
+        finished: list[Request] = []
+        if not self.has_work:
+            self._is_eager = False
+            return finished
+        due = [request for request, time in self._dues.items() if time <= now]
+        if due:
+            finished = self._end(self._step_of(due, now), builder_for)
+        self._is_eager, self._looked_at = False, now
+        if self._scheduler.has_work:
+            self._schedule(now, keep_stats=bool(due))
+        return finished
+
+    def _step_of(self, due: list[ScheduledRequest], now: float) -> Step:
+        """A step with just these rows."""
+        for request in due:
+            self._last[request] = self._keep_pace(self._dues.pop(request), now)
+        step = Step(now, 0, 0.0)
+        step.rows = step.individual_rows = sorted(due, key=lambda request: request.seat)
+        return step
+
+    def _schedule(self, now: float, *, keep_stats: bool) -> None:
+        step = self._scheduler.schedule(now)
+        for request in step.preempted:
+            self._dues.pop(request, None)
+        for request in step.rows:
+            self._dues[request] = self._due_time(request, now)
+        self._is_eager = any(request.is_prefill_chunk for request in step.scheduled)
+        if not keep_stats:
+            self._stats = self._scheduler.make_stats(step)
+
+    def _due_time(self, request: ScheduledRequest, now: float) -> float:
+        member, running = self._by_scheduled[request], self._scheduler.num_running
+        times, key, last = self._request_times, member.request.key, self._last.get(request)
+        if last is not None:
+            return last + times.to_next_token(key, request.num_tokens, running)
+        prefill = request.prefill_stats
+        computed = request.num_prompt_tokens if prefill is None else prefill.num_computed_tokens
+        return now + times.to_first_token(
+            key, computed, running, is_remote=member.request.is_prefilled_elsewhere
+        )
+
+    def _forget(self, member: _Member) -> None:
+        super()._forget(member)
+        self._dues.pop(member.scheduled, None)
+        self._last.pop(member.scheduled, None)
+
+    def preempt_all(self, now: float) -> None:
+        """Let all running requests wait again, and forget the prefix cache."""
+        super().preempt_all(now)
+        self._dues.clear()
+
+
+def simulated_scheduler(
+    config: MockEngineConfig, source: TokenSource, *, fast_path: bool
+) -> SimulatedScheduler:
+    """A scheduler that takes the time that the options say."""
+    kind = TimedRequests if config.is_timed_by_request else SimulatedScheduler
+    return kind(config, source, fast_path=fast_path)
+
+
 def _is_short(request_id: str) -> bool:
     return len(request_id) * 4 < MAX_ROW_LENGTH
 
@@ -314,7 +474,9 @@ def _is_last(member: _Member) -> bool:
     return plain is not None and (request.is_pooling or plain.emitted + 1 >= request.end)
 
 
-def _told(extras: RowExtras | None) -> tuple[Sequence[tuple[EventType, float]], PrefillStats | None]:
+def _told(
+    extras: RowExtras | None,
+) -> tuple[Sequence[tuple[EventType, float]], PrefillStats | None]:
     """Events and statistics of a row."""
     if extras is None:
         return (), None
