@@ -416,13 +416,27 @@ class FrontendCore:
             message = decode_outputs_lazily(frames)
             if isinstance(message, EngineDead):
                 self._receive_sentinel(sender)
-            elif self._connections.claim(connection, message.engine_index):
+            elif self._claim(connection, message):
                 sender = message.engine_index
                 self._receive_from(self._engines.by_index[sender], message)
             else:
                 self._drop(FOR_OTHER_ENGINE)
         except DecodeError as error:
             self._receive_undecodable(sender, error)
+
+    def _claim(
+        self,
+        connection: int | None,
+        message: UndecodedBatch | UtilityCallOutput | DpControlOutput,
+    ) -> bool:
+        """Whether a message is of the engine that it names."""
+        connections, index = self._connections, message.engine_index
+        if connections.is_proved(connection):
+            return connections.engine_of(connection) == index
+        has_output = False
+        if isinstance(message, UndecodedBatch) and (engine := self._engines.by_index.get(index)):
+            has_output = any(row_request_id(row) in engine.requests for row in message.rows)
+        return connections.claim(connection, index, has_output=has_output)
 
     def _receive_from(
         self, engine: Engine, message: UndecodedBatch | UtilityCallOutput | DpControlOutput

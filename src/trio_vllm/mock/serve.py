@@ -24,6 +24,7 @@ from trio_vllm.mock.engine import MockEngine, data_parallel_size, ready_response
 from trio_vllm.mock.events import (
     LogEntry,
     MessageIgnored,
+    PaceLost,
     RequestFinished,
     RequestRefused,
     RequestStarted,
@@ -135,7 +136,8 @@ class _Service:
 
     async def _run_engine(self, engine_index: int) -> None:
         """Serve one frontend after the other."""
-        await trio.lowlevel.checkpoint()
+        with trio.move_on_after(self._config.startup_duration * self._config.time_scale):
+            await self._shutdown.wait()
         while not self._shutdown.is_set():
             try:
                 gone = await self._serve_frontend(engine_index)
@@ -333,6 +335,12 @@ def log_entries(engine_index: int, entries: Iterable[LogEntry]) -> None:
                 )
             case MessageIgnored():
                 log.warning("engine %d: message ignored: %s", engine_index, entry.reason)
+            case PaceLost():
+                log.warning(
+                    "engine %d: this machine is too slow for the times asked for: %.3f s behind",
+                    engine_index,
+                    entry.seconds,
+                )
             case _:
                 assert_never(entry)
 
