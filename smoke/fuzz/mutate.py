@@ -57,7 +57,13 @@ STRANGE: list[Any] = [
 
 
 def mutate(data: bytes, draw: random.Random, change_bytes: Callable[[bytes], bytes]) -> bytes:
-    """Change one value of one frame, or an order, or bytes by ``change_bytes``."""
+    """Change some values, or the order of messages, or bytes by ``change_bytes``."""
+    for _ in range(draw.choice((1, 1, 2, 4))):
+        data = _mutate_once(data, draw, change_bytes)
+    return data
+
+
+def _mutate_once(data: bytes, draw: random.Random, change_bytes: Callable[[bytes], bytes]) -> bytes:
     if len(data) < 3 or draw.random() < 0.3:
         return change_bytes(data)
     setting, messages = data[:1], split(data[1:])

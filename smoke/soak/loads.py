@@ -19,7 +19,7 @@ from trio_vllm import (
     Llm,
     SamplingParams,
 )
-from trio_vllm.errors import InvalidDataParallelRankError
+from trio_vllm.errors import InvalidDataParallelRankError, UtilityCallFailedError
 from trio_vllm.mock.content import TokenSource, request_key
 
 VOCAB_SIZE = 32_000
@@ -89,8 +89,9 @@ class Load:
             try:
                 await llm.client.is_sleeping()
                 self.counts.calls += 1
-            except EngineDeadError:
-                pass  # its engine was killed
+            except UtilityCallFailedError as error:
+                if not isinstance(error.__cause__, EngineDeadError):
+                    raise  # it is not that an engine was killed meanwhile
             await trio.sleep(interval)
 
     async def _ask(self, llm: Llm) -> None:

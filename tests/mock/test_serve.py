@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -70,13 +71,14 @@ def owner(options: ServeOptions) -> HandshakeOwner:
     )
 
 
-async def generate(client: EngineCoreClient, request_id: str, max_tokens: int) -> FinishReason:
+def make_request(request_id: str, max_tokens: int) -> EngineCoreRequest:
     params = SamplingParams(max_tokens=max_tokens)
-    request = EngineCoreRequest(
-        request_id=request_id, prompt_token_ids=[1, 2], sampling_params=params
-    )
+    return EngineCoreRequest(request_id=request_id, prompt_token_ids=[1, 2], sampling_params=params)
+
+
+async def generate(client: EngineCoreClient, request_id: str, max_tokens: int) -> FinishReason:
     count = 0
-    async with client.call(request) as outputs:
+    async with client.call(make_request(request_id, max_tokens)) as outputs:
         async for delivered in outputs:
             output = delivered.output
             count += len(output.new_token_ids)
@@ -181,6 +183,29 @@ async def test_the_next_frontend_is_served_as_well(
     assert "request started request_id='life 2' prompt_len=2 max_tokens=3 chunk_size=1" in lines
     assert "request finished request_id='life 2' prompt_len=2 output_tokens=3" in lines
     assert "finish_reason=length" in lines
+
+
+async def test_a_lost_frontend_leaves_nothing(folder: Path) -> None:
+    """Its requests count as aborted, and what they took is freed although collections are rare."""
+    serving = Serving(options_for(folder))
+    gc.collect()
+    gc.disable()
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serving.run)
+            for life in range(4):
+                async with open_client(owner(serving.options)) as client:
+                    async with client.call(make_request(f"life {life}", 10_000_000)) as outputs:
+                        await anext(outputs)
+                        count = sum(isinstance(o, MockEngine) for o in gc.get_objects())
+                        assert count <= 2  # the last one may still be at its end
+                        client.close()
+            serving.shutdown.set()
+    finally:
+        gc.enable()
+
+    assert serving.summary is not None
+    assert (serving.summary.requests, serving.summary.aborted) == (4, 4)
 
 
 async def test_without_reconnect_the_loss_of_the_frontend_is_the_end(folder: Path) -> None:

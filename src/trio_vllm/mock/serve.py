@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterable
 from functools import partial
@@ -99,6 +100,8 @@ class _Service:
     _lockstep: Lockstep = attrs.field(factory=Lockstep, init=False)
     _missing: set[int] = attrs.field(init=False)
     """Engines that have not joined a frontend since the start."""
+    _losses: int = attrs.field(default=0, init=False)
+    """Engines whose frontend has gone since garbage was collected."""
     _failure: Exception | None = attrs.field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -148,8 +151,20 @@ class _Service:
                 if not self._options.reconnect:
                     raise EngineDeadError(engine_index, f"the frontend has gone ({gone})")
                 log.warning("engine %d: the frontend has gone (%s)", engine_index, gone)
+                self._collect_garbage()
             with trio.move_on_after(self._limits.retry_delay):
                 await self._shutdown.wait()
+
+    def _collect_garbage(self) -> None:
+        """Free what engines had for the frontend that has left them all.
+
+        It refers to itself; where collections are rare, as in the command, each frontend would add to
+        what is kept.
+        """
+        self._losses += 1
+        if self._losses >= self._options.engine_count:
+            self._losses = 0
+            gc.collect()
 
     async def _serve_frontend(self, engine_index: int) -> str | None:
         """Join a frontend and serve it; gives which address has gone, None after a shutdown."""
