@@ -5,7 +5,6 @@ Names and defaults are those of the ``external_engine_*`` examples of vLLM's Rus
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -23,9 +22,6 @@ READY_TIMEOUT = 30.0
 
 SPAWN_READY_TIMEOUT = 600.0
 """Seconds; upstream's for loading a model. A command that ends earlier is noticed at once."""
-
-PORT = "{port}"
-ADDRESS = "{address}"
 
 OUTPUT = Group("Output", sort_key=9)
 
@@ -177,39 +173,7 @@ def check_usage(command: Sequence[str] = (), options: SmokeOptions = DEFAULTS) -
     if options.handshake_address is None and not options.mock:
         if not options.spawn:
             raise ValueError("--handshake-address is needed, or --mock, or --spawn.")
+        from trio_vllm.spawn import address_in
+
         if address_in(command) is None:
             raise ValueError("The command names no port: give --handshake-address.")
-
-
-def address_in(command: Sequence[str]) -> str | None:
-    """The handshake address that an engine's command line names; None if it names none.
-
-    That is a placeholder for it, or else an address, vLLM's options for it, or the one number that
-    does not follow an option. For a placeholder it is an address with a placeholder.
-    """
-    if any(PORT in argument or ADDRESS in argument for argument in command):
-        return f"tcp://127.0.0.1:{PORT}"
-    for argument in command:
-        if address := re.search(r"(?:^|=)((?:tcp|ipc)://.+)", argument):
-            return address[1]
-    if port := _value_of("--data-parallel-rpc-port", command):
-        host = _value_of("--data-parallel-address", command) or "127.0.0.1"
-        return f"tcp://{host}:{port}"
-    numbers = [
-        argument
-        for before, argument in itertools.pairwise(command)
-        if re.fullmatch("[0-9]+", argument) and not before.startswith("-")
-    ]
-    return f"tcp://127.0.0.1:{numbers[0]}" if len(numbers) == 1 else None
-
-
-def _value_of(option: str, command: Sequence[str]) -> str | None:
-    """What follows an option, after a space or an equals sign."""
-    found = re.search(rf"^{option}[\n=](.+)$", "\n".join(command), re.MULTILINE)
-    return found and found[1]
-
-
-def substitute_address(command: Sequence[str], address: str) -> list[str]:
-    """The command with the handshake address in the place of its placeholders."""
-    port = address.rpartition(":")[2]
-    return [argument.replace(PORT, port).replace(ADDRESS, address) for argument in command]
