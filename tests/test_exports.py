@@ -63,7 +63,7 @@ ROOT_NAMES = VLLM_NAMES | {
 }
 """Connecting, requests, outputs, errors: what most programs use, and no more."""
 
-PUBLIC_PACKAGES = ["client", "errors", "llm", "mock", "protocol", "spawn"]
+PUBLIC_PACKAGES = ["client", "errors", "llm", "mock", "protocol", "spawn", "testing"]
 
 
 def public_names(package: ModuleType) -> list[str]:

@@ -53,6 +53,9 @@ RULES = {
     "processes": Allowed(frozenset({"concurrency"}), IMPURE | {"trio"}),
     # Beside the client, not in it: it makes an `EngineSource`, which is all that a client asks for.
     "spawn": Allowed(BELOW_CLIENT - {"protocol"} | {"processes"}, IMPURE | {"trio"}),
+    # A double of either side: it puts itself between an engine or a client and their channels.
+    "testing": Allowed(BELOW_CLIENT | {"client", "llm", "mock"}, IMPURE | {"trio"}),
+    "testing/__init__": Allowed(frozenset({"_lazy"})),
     "asyncio": Allowed(frozenset({"llm"}), frozenset({"asyncio", "trio"})),
     "cli": Allowed(
         frozenset({PUBLIC_NAMES, *PUBLIC_PACKAGES, "concurrency", "processes"}),

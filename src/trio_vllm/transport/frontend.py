@@ -44,11 +44,11 @@ from trio_vllm.transport.zmq_socket import ZmqSocket
 _log = logging.getLogger("trio_vllm.transport")
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, force_kw_only=False)
 class HandshakeOwner:
     """We own the startup handshake and choose the addresses."""
 
-    handshake_address: str
+    handshake_address: str = attrs.field(kw_only=False)
     """Where engines report, such as ``tcp://127.0.0.1:29550``; bound by us."""
     engine_count: int = 1
     """Engines 0 to ``engine_count - 1`` are expected."""
