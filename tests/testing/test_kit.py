@@ -34,7 +34,10 @@ def prompt(*token_ids: int, max_tokens: int = 8) -> GenerateRequest:
 
 async def test_answers_by_prompt() -> None:
     """Tokens and their end; other prompts get random tokens."""
-    answers = {(1,): [7, 8], (2,): Answer([9], FinishReason.STOP, stop_reason=5)}
+    answers: dict[tuple[int, ...], Answer | list[int]] = {
+        (1,): [7, 8],
+        (2,): Answer([9], FinishReason.STOP, stop_reason=5),
+    }
     async with mock_llm(answers=answers) as mock:
         one = await mock.llm.generate(prompt(1))
         two = await mock.llm.generate(prompt(2))
@@ -102,11 +105,12 @@ async def test_virtual_time(autojump_clock: MockClock) -> None:
 async def test_an_engine_that_is_killed(autojump_clock: MockClock) -> None:
     async with mock_llm(MockEngineConfig(step_interval=1.0), engine_count=2) as mock:
         request = attrs.evolve(prompt(1), data_parallel_rank=1)
-        with pytest.raises(EngineDeadError):
-            async with trio.open_nursery(strict_exception_groups=False) as nursery:
-                nursery.start_soon(mock.llm.generate, request)
-                await trio.sleep(2.5)
-                mock.kill(1)
+        async with mock.llm.stream(request) as deltas:
+            await anext(deltas)
+            mock.kill(1)
+            with pytest.raises(EngineDeadError):
+                async for _ in deltas:
+                    pass
 
         assert mock.llm.client.engine_indices == [0]
         assert len((await mock.llm.generate(prompt(1))).token_ids) == 8
@@ -210,4 +214,4 @@ def test_the_mark_takes_only_options_that_there_are() -> None:
 def test_a_record_of_no_engine_is_not_one() -> None:
     """`engine` is for one engine; of two it must be said which."""
     with mock_engine(engine_count=2) as engines, pytest.raises(ValueError):
-        assert engines.engine
+        engines.engine  # noqa: B018

@@ -14,10 +14,11 @@ import trio
 from trio_vllm.concurrency import running
 from trio_vllm.protocol import (
     EngineCoreOutput,
+    EngineCoreOutputs,
     EngineCoreReadyResponse,
     EngineCoreRequest,
+    EngineDead,
     EngineId,
-    OutputsMessage,
     RequestBatchOutputs,
     UtilityCallOutput,
     UtilityOutput,
@@ -35,7 +36,7 @@ class Frontend:
 
     def __init__(self, channels: EngineChannels) -> None:
         self._channels = channels
-        self.messages: list[OutputsMessage] = []
+        self.messages: list[EngineCoreOutputs | EngineDead] = []
         """All that has come from the engines, in order."""
         self._has_come = trio.Event()
         self._last_call_id = 0

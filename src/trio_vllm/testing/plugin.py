@@ -38,7 +38,7 @@ def mock_engine(request: pytest.FixtureRequest) -> Iterator[MockEngines]:
 if find_spec("pytest_trio") is not None:
     import pytest_trio
 
-    @pytest_trio.trio_fixture
+    @pytest_trio.trio_fixture  # type: ignore[untyped-decorator]
     async def mock_llm(request: pytest.FixtureRequest) -> AsyncIterator[MockLlm]:
         """An `Llm`, as ``mock_llm.llm``, and mock engines in memory."""
         async with run_mock_llm(**_options(request, "mock_llm")) as mock:

@@ -18,7 +18,6 @@ from trio_vllm.protocol import (
     EngineCoreRequest,
     EngineMessage,
     FinishReason,
-    Frames,
     RequestBatchOutputs,
     RequestErrorInfo,
     UtilityRequest,
@@ -27,7 +26,7 @@ from trio_vllm.protocol import (
     encode_add,
     encode_outputs,
 )
-from trio_vllm.transport import FrameReceiver, FrameSender, FrontendChannels, Received
+from trio_vllm.transport import FrameReceiver, Frames, FrameSender, FrontendChannels, Received
 
 
 @attrs.frozen
@@ -188,7 +187,7 @@ class _ScriptedReceiver:
         return self._through(self._receiver.receive_batch_nowait(limit))
 
     def _through(self, batch: list[Received]) -> list[Received]:
-        taken = ((self._script.take(frames, self._outputs), peer) for frames, peer in batch)
+        taken = [(self._script.take(frames, self._outputs), peer) for frames, peer in batch]
         return [(frames, peer) for frames, peer in taken if frames is not None]
 
 

@@ -44,11 +44,19 @@ from trio_vllm.transport.zmq_socket import ZmqSocket
 _log = logging.getLogger("trio_vllm.transport")
 
 
-@attrs.frozen(kw_only=True, force_kw_only=False)
+def _by_name_after_first(
+    _class: type, fields: list[attrs.Attribute[Any]]
+) -> list[attrs.Attribute[Any]]:
+    """Let all fields but the first be given by name only."""
+    first, *others = fields
+    return [first, *(field.evolve(kw_only=True) for field in others)]
+
+
+@attrs.frozen(field_transformer=_by_name_after_first)
 class HandshakeOwner:
     """We own the startup handshake and choose the addresses."""
 
-    handshake_address: str = attrs.field(kw_only=False)
+    handshake_address: str
     """Where engines report, such as ``tcp://127.0.0.1:29550``; bound by us."""
     engine_count: int = 1
     """Engines 0 to ``engine_count - 1`` are expected."""
