@@ -31,7 +31,7 @@ from provision import (
     provision,
 )
 
-OUR_CHECKS = ("llm", "llm_smoke", "flood")
+OUR_CHECKS = ("examples", "flood", "llm", "llm_smoke")
 
 REFERENCE = (REFERENCE_VERSION,)
 WINDOW = (REFERENCE_VERSION, BUILT_VERSION)

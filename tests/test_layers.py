@@ -33,7 +33,7 @@ class Allowed:
     watched: frozenset[str] = frozenset()
 
 
-PUBLIC_PACKAGES = frozenset({"client", "errors", "llm", "mock", "protocol"})
+PUBLIC_PACKAGES = frozenset({"client", "errors", "llm", "mock", "protocol", "spawn"})
 """What the commands use, like any other program."""
 
 BELOW_CLIENT = frozenset({"transport", "protocol", "errors", "concurrency"})
@@ -49,12 +49,19 @@ RULES = {
     "mock/__init__": Allowed(frozenset({"_lazy"})),
     "mock/runner": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
     "mock/serve": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
+    # What starts processes knows nothing of engines, so that the commands can use it for their own.
+    "processes": Allowed(frozenset({"concurrency"}), IMPURE | {"trio"}),
+    # Beside the client, not in it: it makes an `EngineSource`, which is all that a client asks for.
+    "spawn": Allowed(BELOW_CLIENT - {"protocol"} | {"processes"}, IMPURE | {"trio"}),
+    # A double of either side: it puts itself between an engine or a client and their channels.
+    "testing": Allowed(BELOW_CLIENT | {"client", "llm", "mock"}, IMPURE | {"trio"}),
+    "testing/__init__": Allowed(frozenset({"_lazy"})),
     "asyncio": Allowed(frozenset({"llm"}), frozenset({"asyncio", "trio"})),
     "cli": Allowed(
-        frozenset({PUBLIC_NAMES, *PUBLIC_PACKAGES, "concurrency"}),
+        frozenset({PUBLIC_NAMES, *PUBLIC_PACKAGES, "concurrency", "processes"}),
         IMPURE | {"cyclopts", "rich", "trio"},
     ),
-    PUBLIC_NAMES: Allowed(frozenset({"_lazy", "llm", "client", "protocol", "errors"})),
+    PUBLIC_NAMES: Allowed(frozenset({"_lazy", "llm", "client", "protocol", "errors", "spawn"})),
     "_lazy": Allowed(frozenset()),
     "__main__": Allowed(frozenset({"cli"})),
 }

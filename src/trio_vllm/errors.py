@@ -74,6 +74,25 @@ class StartupError(EngineCoreError):
 
 
 @attrs.define(eq=False, str=False)
+class EngineCommandError(StartupError):
+    """The command that was to start engines could not be started, or ended before they were ready.
+
+    ``reason`` says which, ``log`` are the last lines that it printed.
+    """
+
+    phase: str = attrs.field(default="the engine command", init=False)
+    reason: str = attrs.field(kw_only=True)
+    log: Sequence[str] = attrs.field(default=(), kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        if len(self.log) > 1:
+            self.add_note("\n".join(["The last lines of its log:", *self.log]))
+
+    def __str__(self) -> str:
+        return ": ".join([self.reason, *self.log[-1:]])
+
+
+@attrs.define(eq=False, str=False)
 class EngineDeadError(EngineCoreError):
     """An engine died or its connection was lost; ``__cause__`` is the first reason, if any."""
 

@@ -23,11 +23,11 @@ from trio_vllm import (
     SamplingParams,
     open_client,
 )
-from trio_vllm.cli.child_process import ProcessFailedError
 from trio_vllm.cli.mock_options import MockOptions
 from trio_vllm.cli.mock_processes import serve_in_processes, shares
 from trio_vllm.client import OutputStream
 from trio_vllm.mock import MockEngineConfig, ServeOptions, serve_mock_engines
+from trio_vllm.processes import ProcessFailedError
 
 SUMMARY = re.compile(r"(?m)^\S+ \S+ INFO summary: (.*) tokens_per_second=\d+ (.*)$")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trio_vllm.cli.llm_smoke import app, main
-from trio_vllm.cli.smoke_options import address_in, substitute_address
+from trio_vllm.spawn import address_in, substitute_address
 
 
 def parsed(*tokens: str) -> Any:

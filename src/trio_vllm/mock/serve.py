@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import assert_never
+from typing import TypeAlias, assert_never
 
 import attrs
 import trio
@@ -36,11 +36,15 @@ from trio_vllm.transport import (
     DESCRIPTORS_PER_ENGINE,
     FrontendChannels,
     FrontendDisconnect,
+    InMemory,
     join_frontend,
     require_descriptors,
 )
 
 log = logging.getLogger("trio_vllm.mock")
+
+
+Tap: TypeAlias = Callable[[int, FrontendChannels], FrontendChannels]
 
 
 @attrs.frozen(kw_only=True)
@@ -65,9 +69,12 @@ async def serve_mock_engines(
     *,
     shutdown: trio.Event | None = None,
     limits: ServeLimits = ServeLimits(),
+    tap: Tap = lambda _index, channels: channels,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> Summary:
     """Run mock engines until ``shutdown`` is set; gives the counts of them all.
+
+    ``tap`` may put something of its own between an engine, named by its index, and its channels.
 
     For `trio.Nursery.start` it has started when every engine has joined a frontend, which has to
     come from somewhere else meanwhile.
@@ -82,7 +89,7 @@ async def serve_mock_engines(
       Ends the engines at once; their requests are neither drained nor aborted.
     """
     shutdown = trio.Event() if shutdown is None else shutdown
-    service = _Service(config, options, limits, shutdown, task_status)
+    service = _Service(config, options, limits, shutdown, tap, task_status)
     await service.run()
     return service.summary
 
@@ -95,6 +102,7 @@ class _Service:
     _options: ServeOptions
     _limits: ServeLimits
     _shutdown: trio.Event
+    _tap: Tap
     _task_status: trio.TaskStatus[None]
     summary: Summary = attrs.field(factory=Summary, init=False)
     _lockstep: Lockstep = attrs.field(factory=Lockstep, init=False)
@@ -183,7 +191,7 @@ class _Service:
                     output_high_water_mark=self._limits.output_high_water_mark,
                 ) as channels,
             ):
-                await self._serve(engine_index, channels, session)
+                await self._serve(engine_index, self._tap(engine_index, channels), session)
         return session.lost_address
 
     def _ready_response(self, engine_index: int, init: HandshakeInit) -> EngineCoreReadyResponse:
@@ -282,6 +290,43 @@ class _Session:
         self.runner.shut_down(drain=False)
         await trio.sleep(self._last_outputs_time)
         self.scope.cancel(reason="the frontend does not take the last outputs")
+
+
+async def serve_in_memory(
+    config: MockEngineConfig,
+    meeting: InMemory,
+    engine_index: int,
+    *,
+    lockstep: Lockstep,
+    tap: Callable[[FrontendChannels], FrontendChannels] = lambda channels: channels,
+) -> None:
+    """Run one mock engine for the frontend of its process, by trio's clock, until cancelled.
+
+    Args:
+      config: How it behaves.
+      meeting: Where the frontend is.
+      engine_index: Its number.
+      lockstep: That of all engines which end a wave together.
+      tap: Puts something between the engine and its channels.
+    """
+    size = len(meeting.engine_indices) if config.lockstep else 1
+    response = ready_response(config, engine_index, data_parallel_size=size)
+    channels = tap(meeting.join(engine_index, response))
+    engine = MockEngine(config, engine_index, has_coordinator=channels.coordinator is not None)
+
+    def on_idle_check() -> None:
+        log_entries(engine_index, engine.events.pop_entries())
+        if config.lockstep:
+            lockstep.settle(trio.current_time())
+
+    limits = RunnerLimits(clock=trio.current_time)
+    runner = EngineRunner(engine, channels, on_idle_check=on_idle_check, limits=limits)
+    lockstep.runners.add(runner)
+    try:
+        async with running(*runner.pumps()):
+            await runner.run()
+    finally:
+        lockstep.runners.discard(runner)
 
 
 def _failure_of(engine_index: int, error: Exception) -> Exception:

@@ -6,6 +6,7 @@ from trio_vllm.transport.channels import EngineChannels as EngineChannels
 from trio_vllm.transport.channels import EngineSource as EngineSource
 from trio_vllm.transport.channels import FollowerChannels as FollowerChannels
 from trio_vllm.transport.channels import FrameReceiver as FrameReceiver
+from trio_vllm.transport.channels import Frames as Frames
 from trio_vllm.transport.channels import FrameSender as FrameSender
 from trio_vllm.transport.channels import FrontendChannels as FrontendChannels
 from trio_vllm.transport.channels import FrontendDisconnect as FrontendDisconnect

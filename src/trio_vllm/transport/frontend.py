@@ -44,7 +44,15 @@ from trio_vllm.transport.zmq_socket import ZmqSocket
 _log = logging.getLogger("trio_vllm.transport")
 
 
-@attrs.frozen(kw_only=True)
+def _by_name_after_first(
+    _class: type, fields: list[attrs.Attribute[Any]]
+) -> list[attrs.Attribute[Any]]:
+    """Let all fields but the first be given by name only."""
+    first, *others = fields
+    return [first, *(field.evolve(kw_only=True) for field in others)]
+
+
+@attrs.frozen(field_transformer=_by_name_after_first)
 class HandshakeOwner:
     """We own the startup handshake and choose the addresses."""
 
