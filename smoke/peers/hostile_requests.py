@@ -247,7 +247,7 @@ def few(rng: random.Random, fields: dict[str, Draw], most: int) -> dict[str, Any
 
 def draw(rng: random.Random) -> GenerateRequest:
     """A request of some fields, each with a value that may be hostile."""
-    params: dict[str, Any] = {"max_tokens": rng.randint(1, 9), **few(rng, SAMPLING, 5)}
+    params: dict[str, Any] = {"max_tokens": rng.randint(1, 9), **few(rng, SAMPLING, 7)}
     fields = few(rng, REQUEST, 2)
     return GenerateRequest(
         prompt_token_ids=prompt(rng), sampling_params=SamplingParams(**params), **fields

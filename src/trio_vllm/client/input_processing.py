@@ -574,14 +574,7 @@ def _check_sampling(params: EngineCoreSamplingParams, length: int, limits: Reque
     See ``SamplingParams.verify`` upstream.
     """
     try:
-        if params.n != 1:
-            raise unsupported("n", "must be 1: an engine makes one completion per request")
-        if params.max_tokens is None:
-            raise invalid("max_tokens", "must be set")
-        if params.min_tokens > params.max_tokens:
-            raise invalid("min_tokens", f"must be at most max_tokens ({params.max_tokens})")
-        if params.routed_experts_prompt_start > length:
-            raise invalid("routed_experts_prompt_start", f"must be {length} at most")
+        _check_counts(params, length)
         if params.logprob_token_ids is not None and params.logprobs is not None:
             _check_logprobs_count(params.logprobs, len(params.logprob_token_ids))
         if params.prompt_logprobs is not None:
@@ -592,14 +585,29 @@ def _check_sampling(params: EngineCoreSamplingParams, length: int, limits: Reque
             _check_structured_outputs(params.structured_outputs, limits)
         if params.trace_decode_token_ids is not None:
             _check_trace(params, limits)
-        if params.thinking_token_budget is not None and limits.has_reasoning_parser is False:
-            raise unsupported("thinking_token_budget", "needs engines with --reasoning-parser")
-        if limits.max_logprobs is not None:
-            _check_max_logprobs(params, limits.max_logprobs, limits.vocab_size)
-        if limits.vocab_size is not None:
-            _check_vocabulary(params, limits.vocab_size)
+        _check_what_is_known(params, limits)
     except CodecError as error:
         raise error.add_path(".sampling_params") from None
+
+
+def _check_counts(params: EngineCoreSamplingParams, length: int) -> None:
+    if params.n != 1:
+        raise unsupported("n", "must be 1: an engine makes one completion per request")
+    if params.max_tokens is None:
+        raise invalid("max_tokens", "must be set")
+    if params.min_tokens > params.max_tokens:
+        raise invalid("min_tokens", f"must be at most max_tokens ({params.max_tokens})")
+    if params.routed_experts_prompt_start > length:
+        raise invalid("routed_experts_prompt_start", f"must be {length} at most")
+
+
+def _check_what_is_known(params: EngineCoreSamplingParams, limits: RequestLimits) -> None:
+    if params.thinking_token_budget is not None and limits.has_reasoning_parser is False:
+        raise unsupported("thinking_token_budget", "needs engines with --reasoning-parser")
+    if limits.max_logprobs is not None:
+        _check_max_logprobs(params, limits.max_logprobs, limits.vocab_size)
+    if limits.vocab_size is not None:
+        _check_vocabulary(params, limits.vocab_size)
 
 
 def _check_logprobs_count(logprobs: int, count: int) -> None:
@@ -713,16 +721,11 @@ def needs_vocab_size(request: EngineCoreRequest) -> bool:
     params = request.sampling_params
     if not isinstance(params, EngineCoreSamplingParams):
         return False
-    fields = (*TOKEN_ID_FIELDS, "logit_bias", "bad_words_token_ids")
-    if any(getattr(params, name) for name in fields if not _is_array(getattr(params, name))):
-        return True
-    return (
-        params.prompt_logprob_token_ids is not None
-        or any(_is_array(getattr(params, name)) for name in fields)
-        or any(
-            type(count) is int and count >= SMALLEST_VOCABULARY
-            for count in (params.logprobs, params.prompt_logprobs, params.eos_token_id)
-        )
+    names = (*TOKEN_ID_FIELDS, "logit_bias", "bad_words_token_ids", "prompt_logprob_token_ids")
+    values = (getattr(params, name) for name in names)
+    counts = (params.logprobs, params.prompt_logprobs, params.eos_token_id)
+    return any(_is_array(value) or bool(value) for value in values) or any(
+        type(count) is int and count >= SMALLEST_VOCABULARY for count in counts
     )
 
 
