@@ -168,6 +168,20 @@ class UnsupportedFieldError(InvalidFieldError):
 
 
 @attrs.define(eq=False, str=False)
+class AdapterError(RequestError):
+    """The adapter of a request does not load; an engine would die of the request."""
+
+    lora_name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"request {self.request_id!r}: the adapter {self.lora_name!r} does not load:"
+            f" {self.reason}"
+        )
+
+
+@attrs.define(eq=False, str=False)
 class UtilityError(EngineCoreError):
     """A utility call did not give its result."""
 

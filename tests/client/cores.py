@@ -132,6 +132,7 @@ class Network:
         self.client.submit(request, sink)
         self.send_urgent()
         self.client.confirm(sink)
+        self.pass_time(0)
 
     def send_urgent(self) -> None:
         """Send what must not wait."""

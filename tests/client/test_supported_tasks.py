@@ -69,11 +69,11 @@ async def test_generation_asks_nothing() -> None:
 async def test_other_limits_stay() -> None:
     options = {"vocab_size": 10}
     async with open_pair(supported_tasks=("embed",), client_options=options) as (world, _):
-        before = world.client.driver.core.limits
+        before = world.client.driver.core.facts.limits
         await world.client.driver.learn_supported_tasks()
 
         after = attrs.evolve(before, supported_tasks=["embed"])
-        assert world.client.driver.core.limits == after
+        assert world.client.driver.core.facts.limits == after
         async with world.client.call(make_pooling_request()) as outputs:
             assert [o.output.pooling_output is not None async for o in outputs] == [True]
 
@@ -212,7 +212,7 @@ async def test_cancelled_anywhere_it_leaves_nothing_behind() -> None:
             world.assert_tidy()
             assert not any(mock.has_unfinished for mock in mocks)
             core = world.client.driver.core
-            core.limits = core.info.limits(vocab_size=None)
+            core.facts.learn(supported_tasks=None)
             number += 1
         assert number > 2
 

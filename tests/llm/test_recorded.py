@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 import pytest
-from tests.llm.world import open_llm_world
+from tests.llm.world import LlmWorld, open_llm_world
 from tests.recorded import Recording, each_version, recording, recordings
 
 from trio_vllm.llm import EncodeRequest, GenerateRequest
@@ -45,6 +45,13 @@ def as_prompt(request: EngineCoreRequest) -> GenerateRequest:
         sampling_params=request.sampling_params,
         lora_request=request.lora_request,
     )
+
+
+def know_adapter(world: LlmWorld, request: EngineCoreRequest) -> None:
+    """The adapter of a request was loaded before the recording began."""
+    if request.lora_request is not None:
+        facts = world.llm.client.driver.core.facts
+        facts.note_results("add_lora", [attrs.astuple(request.lora_request)], {0: True})
 
 
 def assert_equal(recorded: list[list[list[Any]]] | None, logprobs: Logprobs | None) -> None:
@@ -87,11 +94,16 @@ def complete_recordings() -> list[Recording]:
 async def test_results(scenario: Recording) -> None:
     expected: list[dict[str, Any]] = scenario.expected["requests"]
     async with open_llm_world(
-        2, randomize_request_ids=False, supports_lora=True, max_loras=2
+        2,
+        randomize_request_ids=False,
+        supports_lora=True,
+        max_loras=2,
+        client_options={"vocab_size": 1 << 20},
     ) as world:
         engine_of = engines_of(scenario)
         outcomes = {}
         for request in sent(scenario):
+            know_adapter(world, request)
             prompt = attrs.evolve(
                 as_prompt(request), data_parallel_rank=engine_of[request.request_id]
             )

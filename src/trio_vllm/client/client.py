@@ -83,7 +83,7 @@ class EngineCoreClient(UtilityMethods):
     @property
     def supported_tasks(self) -> list[str] | None:
         """What the model can do, such as ``["generate"]``; None if the engines have not said yet."""
-        tasks = self._core.limits.supported_tasks
+        tasks = self._core.facts.limits.supported_tasks
         return None if tasks is None else list(tasks)
 
     @property
@@ -115,6 +115,15 @@ class EngineCoreClient(UtilityMethods):
         return not self._core.dead_engines and self._core.failure is None
 
     @property
+    def stalled_engines(self) -> list[int]:
+        """The living engines that have requests of ours, run none, and have sent nothing for a while.
+
+        They may be paused or asleep, or have a request that they can never schedule. A log line has
+        said so; they are taken off the list with their next output.
+        """
+        return self._core.stalled_engines
+
+    @property
     def dead_engines(self) -> Mapping[int, EngineDeadError]:
         """The engines that were lost, each with the first reason."""
         return self._core.dead_engines
@@ -134,8 +143,13 @@ class EngineCoreClient(UtilityMethods):
     async def call(self, request: EngineCoreRequest) -> AsyncIterator[OutputStream]:
         """Send a request; the block's value iterates over its outputs.
 
-        Leaving the block early, for whatever reason, aborts the request. If it is not known yet what
-        the engines support, they are asked before a pooling request.
+        Leaving the block early, for whatever reason, aborts the request. What it depends on and is not
+        known of the engines yet is found out first; see `CoreDriver.prepare`.
+
+        With ``resumable`` it is a chunk of a session, which ends like a request of its own; the next
+        chunk has the same id, and goes to the same engine once this one has ended. One without
+        ``resumable`` ends the session: no engine answers it, so its only output, with
+        `FinishReason.STOP`, is ours. A session that is left open is ended by `abort`.
 
         Raises:
           RequestError: The request was refused, nothing was sent.
@@ -143,8 +157,8 @@ class EngineCoreClient(UtilityMethods):
           EngineDeadError: No engine is left.
           ClientClosedError: The client is closed.
         """
-        if request.pooling_params is not None:
-            await self.driver.learn_supported_tasks()
+        if self.driver.lacks_facts(request):
+            await self.driver.prepare(request)
         params = request.sampling_params
         stream = OutputStream(request.request_id, None if params is None else params.max_tokens)
         self.driver.submit(request, stream)
@@ -212,9 +226,13 @@ async def open_client(
     *,
     client_index: int = 0,
     vocab_size: int | None = None,
+    hidden_size: int | None = None,
+    is_multimodal: bool = False,
+    accepts_prompt_embeds: bool = False,
     structured_outputs_backend: str = "xgrammar",
     load_balancer: LoadBalancer | None = None,
     learning_timeout: float = 5.0,
+    stall_time: float = 10.0,
 ) -> AsyncIterator[EngineCoreClient]:
     """Connect to engine cores; the block's value drives them.
 
@@ -223,14 +241,22 @@ async def open_client(
         `Bootstrapped` if a supervisor has done it.
       client_index: Which of the frontend's clients we are; engines answer on that output address.
         They are told but one address by us, so other clients need a supervisor (`Bootstrapped`).
-      vocab_size: Number of the model's token ids, if known. An engine dies of an id beyond it and
-        does not tell its size, so with this such requests can be refused.
+      vocab_size: Number of the model's token ids. An engine dies of an id beyond it and does not
+        tell its size; unless it is stated here, it is found out by a request for one token before
+        the first request that depends on it.
+      hidden_size: Width of the model's embeddings. Prompts of embeddings are refused without it.
+      is_multimodal: Whether the model takes more than text. Otherwise ``mm_features`` are refused,
+        for which such an engine would wait for ever.
+      accepts_prompt_embeds: Whether the engines run with ``--enable-prompt-embeds``; others ignore
+        embeddings without a word, so they are refused.
       structured_outputs_backend: For requests that name none.
       load_balancer: Chooses the engine of a request that is not pinned; `LeastLoaded` if None.
       learning_timeout: Seconds that engines which have just started may take to say what the model
         supports. One that pools dies of a request to generate and the other way round, so they are
         asked. If they do not answer, that is logged, and they are asked again before the first
         pooling request.
+      stall_time: Seconds without an output after which `EngineCoreClient.stalled_engines` has an
+        engine with requests of which it runs none.
 
     Raises:
       ConfigurationError: An address is unusable, the engines need a coordinator, or would not
@@ -254,9 +280,13 @@ async def open_client(
         run_client(
             channels,
             client_index=client_index,
-            vocab_size=vocab_size,
             structured_outputs_backend=structured_outputs_backend,
             load_balancer=load_balancer,
+            stall_time=stall_time,
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            is_multimodal=is_multimodal,
+            accepts_prompt_embeds=accepts_prompt_embeds,
         ) as client,
     ):
         try:
@@ -268,21 +298,14 @@ async def open_client(
 
 @asynccontextmanager
 async def run_client(
-    channels: EngineChannels,
-    *,
-    client_index: int = 0,
-    vocab_size: int | None = None,
-    structured_outputs_backend: str = "xgrammar",
-    load_balancer: LoadBalancer | None = None,
+    channels: EngineChannels, *, client_index: int = 0, **options: Any
 ) -> AsyncIterator[EngineCoreClient]:
-    """Drive the engines at the far end of open channels, and ask them nothing first."""
+    """Drive the engines at the far end of open channels, and ask them nothing first.
+
+    ``options`` are those of `FrontendCore`.
+    """
     core = FrontendCore(
-        channels.ready_responses,
-        waves=_waves(channels),
-        client_index=client_index,
-        vocab_size=vocab_size,
-        structured_outputs_backend=structured_outputs_backend,
-        load_balancer=load_balancer,
+        channels.ready_responses, waves=_waves(channels), client_index=client_index, **options
     )
     driver = CoreDriver(channels, core)
     async with driver.running():

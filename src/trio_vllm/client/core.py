@@ -50,6 +50,7 @@ from trio_vllm.client.engines import (
     LeastLoaded,
     LoadBalancer,
 )
+from trio_vllm.client.facts import EngineFacts, callers_id
 from trio_vllm.client.input_processing import fill_defaults, validate_and_encode
 from trio_vllm.client.requests import Sink, check_rows
 from trio_vllm.client.utility_calls import (
@@ -65,6 +66,7 @@ from trio_vllm.errors import (
     EngineCoreError,
     EngineDeadError,
     InvalidDataParallelRankError,
+    InvalidFieldError,
     copy_error,
 )
 from trio_vllm.protocol import (
@@ -125,25 +127,29 @@ class FrontendCore:
         *,
         waves: WaveLeader | WaveFollower | None = None,
         client_index: int = 0,
-        vocab_size: int | None = None,
         structured_outputs_backend: str = "xgrammar",
         load_balancer: LoadBalancer | None = None,
         hold_time: float = 0.005,
+        stall_time: float = 10.0,
+        **stated: Any,
     ) -> None:
         """
         Args:
           ready_responses: What the engines registered with, by engine index.
           waves: Our part in the data-parallel waves, if there is a coordinator.
           client_index: Which of the engines' clients we are.
-          vocab_size: Number of the model's token ids, if known.
           structured_outputs_backend: For requests that name none.
           load_balancer: Chooses the engine of a request; `LeastLoaded` if None.
           hold_time: Seconds for which `pause_sending` may keep messages back at most.
+          stall_time: Seconds without an output after which an engine is stalled that has requests
+            and runs none.
+          stated: What the engines do not tell of themselves: fields of `RequestLimits`, such as
+            ``vocab_size``.
         """
         self.info = EngineInfo.of(ready_responses)
         """What the engines told of themselves."""
-        self.limits = self.info.limits(vocab_size=vocab_size)
-        """What a request must keep to."""
+        self.facts = EngineFacts(self.info.limits(**stated))
+        """What is known of them besides, which a request must keep to."""
         self.failure: EngineCoreError | None = None
         """Why no request is served any more; the first reason is kept."""
         self._engines = EngineTable(ready_responses)
@@ -155,6 +161,8 @@ class FrontendCore:
         self._load_balancer = LeastLoaded() if load_balancer is None else load_balancer
         self._hold_time = hold_time
         self._hold_end = -math.inf
+        self._stall_time = stall_time
+        self._stall_check = math.inf
         self._urgent: list[Engine] = []
         self._unsent: dict[Engine, None] = {}  # engines that may have messages which are not urgent
         self._coordination_sends: list[Sequence[Buffer]] = []
@@ -172,6 +180,11 @@ class FrontendCore:
     def dead_engines(self) -> dict[int, EngineDeadError]:
         """Why each dead engine died, in the order of their deaths."""
         return {e.index: e.error for e in self._engines.dead if e.error is not None}
+
+    @property
+    def stalled_engines(self) -> list[int]:
+        """The living engines that have requests, run none of them and send nothing."""
+        return [engine.index for engine in self._engines.alive if engine.is_stalled]
 
     @property
     def in_flight_count(self) -> int:
@@ -232,21 +245,61 @@ class FrontendCore:
         request = fill_defaults(request, self._client_index, self._backend)
         if self._waves is not None:
             request = attrs.evolve(request, current_wave=self._waves.current_wave)
-        frames = validate_and_encode(request, self.limits)
-        rank = request.data_parallel_rank
-        engine = self._choose(request_id, rank)
-        self._queue_request(engine, sink, frames, is_movable=rank is None)
+        frames = validate_and_encode(request, self.facts.limits)
+        self.facts.check_adapter(request)
+        engine = fixed = self._engine_for(request)
+        if engine is None:
+            alive = self._engines.alive
+            engine = alive[0] if len(alive) == 1 else self._load_balancer.choose(alive)
+        self._queue_request(engine, sink, frames, is_movable=fixed is None)
+        self._note_submitted(engine, request, sink)
         if self._waves is not None:
             self._coordination_sends += self._waves.send_request(engine.index)
 
-    def _choose(self, request_id: str, rank: int | None) -> Engine:
-        alive = self._engines.alive
+    def _engine_for(self, request: EngineCoreRequest) -> Engine | None:
+        """The engine that has to get a request; None if any will do."""
+        if (session := self._engines.engine_with_session(request.request_id)) is not None:
+            return self._engine_of_session(session, request)
+        rank, pooling = request.data_parallel_rank, request.pooling_params
+        late = None if pooling is None else pooling.late_interaction_params
+        if rank is None and late is None:
+            return None
         if rank is None:
-            return alive[0] if len(alive) == 1 else self._load_balancer.choose(alive)
+            assert late is not None
+            indices = list(self._engines.by_index)
+            rank = self.facts.engine_of_query(late, indices, self.engine_indices)
+        self.facts.check_engine_of_query(request, rank)
         engine = self._engines.by_index.get(rank)
         if engine is None or engine.state is not EngineState.ALIVE:
-            raise InvalidDataParallelRankError(request_id, rank, self.engine_indices)
+            raise InvalidDataParallelRankError(request.request_id, rank, self.engine_indices)
         return engine
+
+    def _engine_of_session(self, engine: Engine, request: EngineCoreRequest) -> Engine:
+        """The engine that has the chunks before; no other has their context."""
+        if request.data_parallel_rank not in (None, engine.index):
+            reason = f"must be {engine.index} or nil: there are the chunks before"
+            raise InvalidFieldError(callers_id(request), "data_parallel_rank", reason)
+        if engine.state is not EngineState.ALIVE:
+            raise EngineDeadError(engine.index, CONNECTION_LOST)
+        return engine
+
+    def _note_submitted(self, engine: Engine, request: EngineCoreRequest, sink: Sink) -> None:
+        """Note what a request leaves at its engine; end it if no engine answers such a one."""
+        self.facts.submitted(request)
+        if self._stall_check == math.inf:
+            self._stall_check = -math.inf
+        if request.resumable:
+            engine.sessions.add(request.request_id)
+        elif request.abort_immediately:
+            self._end_unanswered(engine, sink, FinishReason.ABORT)
+        elif request.request_id in engine.sessions:
+            self._end_unanswered(engine, sink, FinishReason.STOP)
+
+    def _end_unanswered(self, engine: Engine, sink: Sink, reason: FinishReason) -> None:
+        """Give the last output of a request that ends a session, or that is aborted as it comes."""
+        engine.sessions.discard(sink.request_id)
+        engine.remove(sink.request_id)
+        sink.add_output(EngineCoreOutput(sink.request_id, finish_reason=reason), 0.0, None)
 
     def _queue_request(
         self, engine: Engine, sink: Sink, frames: Sequence[Buffer], *, is_movable: bool
@@ -266,9 +319,12 @@ class FrontendCore:
     def confirm(self, sink: Sink) -> None:
         """Raise, and forget a request just submitted, if no engine is left that could be sent it."""
         engine = self._engines.by_index[sink.engine_index]
-        if engine.state is EngineState.ALIVE:
+        is_in_flight = engine.requests.get(sink.request_id) is sink
+        if engine.state is EngineState.ALIVE or not is_in_flight:
             return
         engine.remove(sink.request_id)
+        engine.sessions.discard(sink.request_id)
+        self.facts.ended(sink.request_id, engine.index, answered=False)
         self.raise_if_failed()
         raise InvalidDataParallelRankError(sink.request_id, engine.index, self.engine_indices)
 
@@ -289,15 +345,25 @@ class FrontendCore:
                 sink = self._abort(engine, request_id)
                 output = EngineCoreOutput(request_id, finish_reason=FinishReason.ABORT)
                 sink.add_output(output, 0.0, None)
+            elif engine := self._engines.engine_with_session(request_id):
+                self._abort_session(engine, request_id)
+
+    def _abort_session(self, engine: Engine, request_id: str) -> None:
+        """Let an engine forget a session that is between two chunks."""
+        engine.sessions.discard(request_id)
+        engine.aborts[request_id] = None
+        self._unsent[engine] = None
 
     def abort_all(self) -> None:
-        """Abort every request in flight."""
+        """Abort every request in flight, and every session."""
         for engine in self._engines.by_index.values():
-            self.abort(list(engine.requests))
+            self.abort([*engine.requests, *engine.sessions])
 
     def _abort(self, engine: Engine, request_id: str) -> Sink:
         """Forget a request, and tell its engine soon; what is held is sent along."""
         sink = engine.remove(request_id)
+        engine.sessions.discard(request_id)
+        self.facts.ended(request_id, engine.index, answered=False)
         engine.aborts[request_id] = None
         self._unsent[engine] = None
         self._hold_end = -math.inf
@@ -321,6 +387,7 @@ class FrontendCore:
         """
         self.raise_if_failed()
         check_utility_call(method, args)
+        self.facts.note_call(method, list(args))
         call = self._utility_calls.open(method, self.engine_indices, waiter)
         try:
             frames = encode_utility(
@@ -404,7 +471,7 @@ class FrontendCore:
         if self._engines.alive:  # else it fails with its engine
             engine.remove(sink.request_id)
             # There is no wave to tell of: engines that have them are lost together.
-            other = self._choose(sink.request_id, None)
+            other = self._load_balancer.choose(self._engines.alive)
             self._queue_request(other, sink, message.frames, is_movable=True)
 
     # Messages that come -------------------------------------------------------------------------
@@ -453,6 +520,8 @@ class FrontendCore:
     def _receive_batch(self, engine: Engine, batch: UndecodedBatch) -> None:
         """Hand each row to its sink: the hot path of the whole client."""
         sinks, timestamp, version = engine.requests, batch.timestamp, batch.weight_version
+        if batch.rows:
+            engine.has_moved = True
         for row in batch.rows:
             token_ids = plain_token_ids(row)
             if token_ids is not None:
@@ -510,12 +579,19 @@ class FrontendCore:
             return
         sink = engine.requests[output.request_id]
         if output.finished:
-            engine.remove(output.request_id)
+            self._note_finished(engine, output)
         try:
             sink.add_output(output, batch.timestamp, batch.weight_version)
         except DecodeError as error:
             self.drop(sink)
             sink.fail(error)
+
+    def _note_finished(self, engine: Engine, output: EngineCoreOutput) -> None:
+        engine.remove(output.request_id)
+        has_answer = output.pooling_output is not None
+        self.facts.ended(output.request_id, engine.index, answered=has_answer)
+        if output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+            engine.sessions.discard(output.request_id)
 
     def _receive_finished(self, engine: Engine, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -610,16 +686,26 @@ class FrontendCore:
     @property
     def next_deadline(self) -> float:
         """When `tick` should be called next; may be infinity."""
-        engines, leader = self._engines.next_deadline, self._waves
-        return min(engines, leader.next_deadline) if isinstance(leader, WaveLeader) else engines
+        engines, waves = self._engines.next_deadline, self._waves
+        leader = waves.next_deadline if isinstance(waves, WaveLeader) else math.inf
+        return min(engines, leader, self._stall_check)
 
     def tick(self, now: float) -> None:
-        """Mark those engines dead whose deadline has passed."""
+        """Mark those engines dead whose deadline has passed, and look for stalled ones."""
         for engine, cause in self._engines.expired(now):
             self._mark_dead(engine, CONNECTION_LOST, cause)
         if isinstance(self._waves, WaveLeader) and (error := self._waves.expire(now)):
             _log.error("%s", error)
             self.fail(error)
+        if self._stall_check <= now:
+            self._check_stalls(now)
+
+    def _check_stalls(self, now: float) -> None:
+        """Warn of engines that have begun to stall; look again while there are requests."""
+        for engine in self._engines.alive:
+            if engine.check_stall(now, self._stall_time):
+                _log.warning("%s", engine.describe_stall(self._stall_time))
+        self._stall_check = now + self._stall_time / 4 if self.in_flight_count else math.inf
 
     def _mark_dead(self, engine: Engine, reason: str, cause: Exception | None = None) -> None:
         """Give an engine up, unless it is dead already, and all that is waited for from it."""
@@ -628,6 +714,8 @@ class FrontendCore:
         error = self._engines.mark_dead(engine, reason, cause)
         _log.error("%s", error)
         engine.stats_message = None
+        engine.sessions.clear()
+        self.facts.lost_engine(engine.index)
         for request_id in list(engine.requests):
             self._fail_request(engine, request_id, error)
         self._utility_calls.fail_engine(engine.index, error)
@@ -643,4 +731,6 @@ class FrontendCore:
         for engine in self._engines.by_index.values():
             for request_id in list(engine.requests):
                 self._fail_request(engine, request_id, error)
+            for request_id in list(engine.sessions):
+                self._abort_session(engine, request_id)
         self._utility_calls.fail_all(error)

@@ -13,15 +13,14 @@ import trio
 
 from trio_vllm.client.core import ClientStatistics, FrontendCore
 from trio_vllm.client.engines import EngineMessage
+from trio_vllm.client.learning import Learner
 from trio_vllm.client.requests import Sink
-from trio_vllm.client.utility_calls import STRINGS, UTILITY_TIMEOUT, first
+from trio_vllm.client.utility_calls import UTILITY_TIMEOUT
 from trio_vllm.concurrency import Waker, running
 from trio_vllm.errors import (
     ClientClosedError,
     EngineCoreError,
-    EngineDeadError,
     PeerGoneError,
-    UtilityCallFailedError,
     UtilityTimeoutError,
 )
 from trio_vllm.protocol import EngineCoreRequest, Frames
@@ -74,6 +73,7 @@ class CoreDriver:
         self._timer_end = 0.0
         self._failed = trio.Event()
         self._learning_tasks = trio.Lock()
+        self._learner = Learner(self)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -108,8 +108,8 @@ class CoreDriver:
         in a copy, and sent to the pinned or else the least loaded engine: at once if that is idle,
         else together with what other tasks submit in this turn of trio's, or in the 5 ms for which a
         client that is behind with handing out outputs waits. An id should not be used
-        again after an abort: outputs for the old request may still be on their way. What the model
-        can do is checked once `learn_supported_tasks` has found out.
+        again after an abort: outputs for the old request may still be on their way. Requests that
+        `lacks_facts` have to be prepared first; what was not found out cannot be checked.
 
         Raises:
           RequestError: The request was refused, nothing was sent.
@@ -152,7 +152,9 @@ class CoreDriver:
                 self.core.close_call(call)
         if not call.is_settled:
             raise UtilityTimeoutError(method, call.call_id, sorted(call.missing), timeout)
-        return call.outcome()
+        results = call.outcome()
+        self.core.facts.note_results(method, args, results)
+        return results
 
     async def learn_supported_tasks(self, *, timeout: float = UTILITY_TIMEOUT) -> None:
         """Ask the engines what the model can do, once; from then on requests must keep to it.
@@ -168,22 +170,35 @@ class CoreDriver:
         Cancellation:
           The next call asks again.
         """
-        core = self.core
-        if core.limits.supported_tasks is not None:
+        if self.core.facts.limits.supported_tasks is not None:
             await trio.lowlevel.checkpoint()
             return
-        method, deadline = "get_supported_tasks", trio.current_time() + timeout
         async with self._learning_tasks:
-            while core.limits.supported_tasks is None:
-                left = max(deadline - trio.current_time(), 0)
-                try:
-                    results = await self.call_utility(method, timeout=left)
-                except UtilityCallFailedError as error:
-                    if not isinstance(error.__cause__, EngineDeadError):
-                        raise
-                    continue  # one has died, the others serve on
-                tasks = first(STRINGS.check(method, results))
-                core.limits = attrs.evolve(core.limits, supported_tasks=tasks)
+            await self._learner.learn_supported_tasks(timeout=timeout)
+
+    def lacks_facts(self, request: EngineCoreRequest) -> bool:
+        """Whether `prepare` has anything to find out before a request is submitted."""
+        return self.core.facts.lacks(request)
+
+    async def prepare(self, request: EngineCoreRequest) -> None:
+        """Learn what a request depends on and is not known of the engines yet.
+
+        That is which tasks the model supports, for a request to pool; how many token ids it has, for
+        one that names any beyond the first 256, or so many log probabilities; and whether its adapter
+        loads, which is loaded into every engine. What several requests need is asked for once.
+
+        Raises:
+          RequestError: The request is refused for what was found out.
+          UtilityError: The engines would not say what they support.
+          DecodeError: What an engine answered cannot be read.
+          EngineDeadError: No engine is left.
+          ClientClosedError: The client is closed.
+
+        Cancellation:
+          The next request asks again.
+        """
+        await trio.lowlevel.checkpoint()
+        await self._learner.learn_for(request)
 
     # The end ------------------------------------------------------------------------------------
 

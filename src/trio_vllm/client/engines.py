@@ -12,7 +12,7 @@ import attrs
 
 from trio_vllm.client.input_processing import RequestLimits
 from trio_vllm.client.requests import Sink
-from trio_vllm.errors import EngineDeadError
+from trio_vllm.errors import DecodeError, EngineDeadError
 from trio_vllm.protocol import (
     Buffer,
     EngineCoreReadyResponse,
@@ -67,6 +67,13 @@ class Engine:
     """The message that its newest statistics came with."""
     has_bad_stats: bool = False
     """Whether statistics came that cannot be read."""
+    sessions: set[str] = attrs.field(factory=set)
+    """The ids of streaming-input sessions that are open there, between two chunks or not."""
+    has_moved: bool = True
+    """Whether it has sent outputs, or was idle, since the last look for a stall."""
+    silent_since: float | None = None
+    """The time of the look that found its last sign of progress."""
+    is_marked_stalled: bool = False
     messages: list[EngineMessage] = attrs.field(factory=list)
     """What it is to be sent, in this order."""
     aborts: dict[str, None] = attrs.field(factory=dict)
@@ -87,12 +94,63 @@ class Engine:
     def remove(self, request_id: str) -> Sink:
         """Forget a request that is over, or another engine's now; gives its sink."""
         self.added_since_stats.discard(request_id)
-        return self.requests.pop(request_id)
+        sink = self.requests.pop(request_id)
+        if not self.requests:
+            self.has_moved = True
+        return sink
 
     def receive_stats(self, stats: SchedulerStats) -> None:
         """Take in newer statistics. They count whatever was added before they came."""
         self.stats = stats
         self.added_since_stats.clear()
+
+    # Stalls -------------------------------------------------------------------------------------
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether it has requests, runs none of them, and has sent nothing for some time."""
+        return self.is_marked_stalled and not self.has_moved
+
+    def check_stall(self, now: float, stall_time: float) -> bool:
+        """Look for progress, from time to time; whether the engine is found stalled for the first time.
+
+        It may well be that it is paused, asleep, or has a request that it can never schedule.
+        """
+        if self.has_moved or not self.requests:
+            self.has_moved, self.silent_since, self.is_marked_stalled = False, now, False
+            return False
+        assert self.silent_since is not None
+        if self.is_marked_stalled or now - self.silent_since < stall_time or self._is_running:
+            return False
+        self.is_marked_stalled = True
+        return True
+
+    @property
+    def _is_running(self) -> bool:
+        """Whether its newest statistics say that requests run."""
+        stats = self._newest_stats()
+        return stats is not None and stats.num_running_reqs > 0
+
+    def _newest_stats(self) -> SchedulerStats | None:
+        try:
+            return None if self.stats_message is None else self.stats_message.decode_stats()
+        except DecodeError:
+            return None
+
+    def describe_stall(self, stall_time: float) -> str:
+        """Tell of the stall, for the log."""
+        stats = self._newest_stats()
+        reported = (
+            "it has sent no statistics"
+            if stats is None
+            else f"its last statistics: {stats.num_running_reqs} running,"
+            f" {stats.num_waiting_reqs} waiting"
+        )
+        return (
+            f"engine {self.index} has sent no output for {stall_time:g} s, though it has"
+            f" {len(self.requests)} requests of this client ({reported}); it may be paused or asleep,"
+            " or wait for something that never comes"
+        )
 
     # Messages -----------------------------------------------------------------------------------
 
@@ -162,6 +220,13 @@ class EngineTable:
         """The engine that has a request, if it is in flight."""
         for engine in self.by_index.values():
             if request_id in engine.requests:
+                return engine
+        return None
+
+    def engine_with_session(self, request_id: str) -> Engine | None:
+        """The engine where a session is open, if it is."""
+        for engine in self.by_index.values():
+            if request_id in engine.sessions:
                 return engine
         return None
 
@@ -395,9 +460,9 @@ class EngineInfo:
         oldest = oldest_release([response.vllm_version for response in responses])
         return oldest is not None and oldest < release
 
-    def limits(self, *, vocab_size: int | None) -> RequestLimits:
-        """What a request must keep to."""
-        return RequestLimits.of(self.ready_responses.values(), vocab_size=vocab_size)
+    def limits(self, **stated: Any) -> RequestLimits:
+        """What a request must keep to, with what the engines do not tell."""
+        return RequestLimits.of(self.ready_responses.values(), **stated)
 
 
 def oldest_release(versions: Collection[str]) -> tuple[int, int] | None:

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 import attrs
 import trio
 
-from trio_vllm.client import EngineCoreClient, EngineSource, open_client
+from trio_vllm.client import EngineCoreClient, EngineSource, LoadBalancer, open_client
 from trio_vllm.concurrency import Waker, running
 from trio_vllm.errors import ConfigurationError, copy_error
 from trio_vllm.llm.batch import BatchResults
@@ -202,16 +202,22 @@ class Llm:
         `FinishReason.ABORT`; an error that the engine reports for this request is one with
         `FinishReason.ERROR` and its details.
 
+        What the request depends on and is not known of the engines yet is found out first (see
+        `CoreDriver.prepare`): the size of the vocabulary, whether its adapter loads.
+
         Raises:
           RequestError: The request was refused, nothing was sent.
           EngineDeadError: The engine died, or its connection was lost.
-          DecodeError: An output of this request could not be read.
+          DecodeError: An output of this request could not be read, or does not fit it.
+          UtilityError: The engines would not say what they support.
           ClientClosedError: The client is closed.
 
         Cancellation:
           Aborts the request.
         """
-        generation = self._start(*self._to_engine_requests(request), FINAL_ONLY)
+        ids, children = self._to_engine_requests(request)
+        await self._prepare(children)
+        generation = self._start(ids, children, FINAL_ONLY)
         try:
             await generation.wait_ended()
             return GenerateOutput(
@@ -231,6 +237,7 @@ class Llm:
         `generate` raises before anything was sent, iterating the rest.
         """
         ids, children = self._to_engine_requests(request)
+        await self._prepare(children)
         interval = self._stream_interval
         if type(asked := request.sampling_params.stream_interval) is int:  # or it is refused
             interval = max(interval, asked)
@@ -244,11 +251,12 @@ class Llm:
         """Pool a prompt. Raises and is cancelled as `generate`.
 
         A task that the model does not support is refused. If the engines have not said what it
-        supports as the client was opened, they are asked again now, which may raise `UtilityError`.
+        supports as the client was opened, they are asked again now.
         """
         ids = self._make_ids(request)
-        await self.client.driver.learn_supported_tasks()
-        generation = self._start(ids, [to_pooling_request(request, ids)], FINAL_ONLY)
+        children = [to_pooling_request(request, ids)]
+        await self._prepare(children)
+        generation = self._start(ids, children, FINAL_ONLY)
         try:
             await generation.wait_ended()
             (collector,) = generation.collectors
@@ -329,6 +337,12 @@ class Llm:
         ids = self._make_ids(request)
         return ids, to_engine_requests(request, ids, self.client.max_model_len)
 
+    async def _prepare(self, children: Sequence[EngineCoreRequest]) -> None:
+        """Find out what they depend on, which is the same for all of them."""
+        # It costs no task switch when there is nothing to find out.
+        if self.client.driver.lacks_facts(children[0]):
+            await self.client.driver.prepare(children[0])
+
     def _start(
         self, ids: RequestIds, children: list[EngineCoreRequest], interval: int
     ) -> Generation:
@@ -396,7 +410,12 @@ async def open_llm(
     stream_interval: int = 1,
     client_index: int = 0,
     vocab_size: int | None = None,
+    hidden_size: int | None = None,
+    is_multimodal: bool = False,
+    accepts_prompt_embeds: bool = False,
     structured_outputs_backend: str = "xgrammar",
+    load_balancer: LoadBalancer | None = None,
+    stall_time: float = 10.0,
     observers: Sequence[Observer] = (),
     stats_interval: float = math.inf,
 ) -> AsyncIterator[Llm]:
@@ -412,7 +431,12 @@ async def open_llm(
             mode,
             client_index=client_index,
             vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            is_multimodal=is_multimodal,
+            accepts_prompt_embeds=accepts_prompt_embeds,
             structured_outputs_backend=structured_outputs_backend,
+            load_balancer=load_balancer,
+            stall_time=stall_time,
         ) as client,
         running(*(line.run for line in lines)),
     ):
