@@ -47,6 +47,7 @@ RULES = {
     "llm": Allowed(BELOW_CLIENT - {"transport"} | {"client"}, IMPURE | {"trio"}),
     "mock": Allowed(frozenset({"protocol", "errors"}), frozenset({"random"})),
     "mock/__init__": Allowed(frozenset({"_lazy"})),
+    "mock/publishing": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
     "mock/runner": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
     "mock/serve": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
     # What starts processes knows nothing of engines, so that the commands can use it for their own.

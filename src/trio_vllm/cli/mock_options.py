@@ -20,8 +20,7 @@ import attrs
 from cyclopts import Group, Parameter, Token
 
 from trio_vllm import ConfigurationError
-from trio_vllm.mock import MockEngineConfig, ServeOptions
-from trio_vllm.mock.config import parse_duration
+from trio_vllm.mock import MockEngineConfig, ServeOptions, parse_duration
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -12,6 +12,7 @@ TYPE_CHECKING = False  # type checkers know better; importing it from typing wou
 if TYPE_CHECKING or not install_lazy_importer(__name__):
     from trio_vllm.mock.config import MockEngineConfig as MockEngineConfig
     from trio_vllm.mock.config import ServeOptions as ServeOptions
+    from trio_vllm.mock.config import parse_duration as parse_duration
     from trio_vllm.mock.encoding import COORDINATOR as COORDINATOR
     from trio_vllm.mock.engine import MockEngine as MockEngine
     from trio_vllm.mock.engine import ready_response as ready_response

@@ -7,6 +7,7 @@ module imports attrs alone, so that showing the help costs no more.
 from __future__ import annotations
 
 import functools
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -143,6 +144,65 @@ def _address(value: Any) -> str | None:
 
 
 @attrs.frozen(kw_only=True)
+class KvEventsConfig:
+    """Where KV-cache events are published: upstream's class of this name, with its defaults."""
+
+    enable_kv_cache_events: bool = False
+    publisher: str | None = None
+    """``zmq`` or ``null``; None is ``zmq`` if events are enabled."""
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    """Batches kept for a replay."""
+    hwm: int = 100_000
+    """Batches that a subscriber may be behind."""
+    max_queue_size: int = 100_000
+    """Without effect: nothing waits for a thread here."""
+    topic: str = ""
+
+    @classmethod
+    def from_json(cls, text: str) -> KvEventsConfig:
+        """Read the JSON of ``--kv-events-config``.
+
+        Raises:
+          ValueError: It is no such JSON; says what is wrong.
+        """
+        given = json.loads(text)
+        if not isinstance(given, dict):
+            raise ValueError("must be a JSON object")  # noqa: TRY004  a fault of the text
+        known = attrs.fields_dict(cls)
+        for name, value in given.items():
+            if name not in known:
+                raise ValueError(f"has an unknown key {name!r}")
+            default = known[name].default
+            kind = str if default is None or isinstance(default, str) else type(default)
+            is_number = isinstance(value, int) and not isinstance(value, bool)
+            is_right = is_number and value >= 0 if kind is int else isinstance(value, kind)
+            if not is_right and not (value is None and default is None):
+                raise ValueError(f"has a wrong {name}: {value!r}")
+        if given.get("publisher") not in {None, "zmq", "null"}:
+            raise ValueError("knows the publishers zmq and null")
+        return cls(**given)
+
+    @property
+    def is_published(self) -> bool:
+        """Whether there are sockets."""
+        return self.enable_kv_cache_events and self.publisher != "null"
+
+
+@Check
+def _kv_events_config(value: Any) -> str | None:
+    if value is None:
+        return None
+    try:
+        KvEventsConfig.from_json(value)
+    except ValueError as error:
+        is_json = not isinstance(error, json.JSONDecodeError)
+        return str(error) if is_json else f"must be JSON ({error})"
+    return None
+
+
+@attrs.frozen(kw_only=True)
 class MockEngineConfig:
     """How mock engines behave and what they say of themselves.
 
@@ -229,7 +289,15 @@ class MockEngineConfig:
     prefix_caching_hash_algo: Literal["sha256", "sha256_cbor"] = attrs.field(
         default="sha256", validator=_one_of(*HASH_ALGORITHMS), metadata=SCHEDULING
     )
-    """How blocks are hashed. The seed is PYTHONHASHSEED, as in vLLM."""
+    """How blocks are hashed; sha256_cbor is the same in all languages."""
+    prefix_caching_hash_seed: str | None = attrs.field(default=None, metadata=SCHEDULING)
+    """What the hashes begin with, in place of the variable PYTHONHASHSEED, which vLLM reads."""
+    kv_events_config: str | None = attrs.field(
+        default=None, validator=_kv_events_config, metadata=SCHEDULING
+    )
+    """Publish which blocks are cached and evicted; vLLM's JSON, such as
+    {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "topic": "kv-events"}. Each further
+    engine has the next port."""
     enable_logging_iteration_details: bool = attrs.field(default=False, metadata=SCHEDULING)
     """Tell in the statistics how many tokens of prompts and outputs each step computed."""
 
@@ -309,6 +377,14 @@ class MockEngineConfig:
         if self.schedule is not None:
             return self.schedule
         return any(getattr(self, name) != default for name, default in _scheduling_defaults())
+
+    @property
+    def kv_events(self) -> KvEventsConfig | None:
+        """Where KV-cache events are published, if they are."""
+        if self.kv_events_config is None or not self.is_scheduled:
+            return None
+        events = KvEventsConfig.from_json(self.kv_events_config)
+        return events if events.is_published else None
 
     @property
     def is_timed_by_request(self) -> bool:
@@ -409,7 +485,7 @@ def _scheduling_defaults() -> Sequence[tuple[str, Any]]:
     return [
         (field.name, field.default)
         for field in fields
-        if field.metadata in TURNS_ON and field.name != "schedule"
+        if field.metadata in TURNS_ON and field.name not in {"schedule", "prefix_caching_hash_seed"}
     ]
 
 

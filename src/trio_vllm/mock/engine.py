@@ -29,6 +29,7 @@ from trio_vllm.mock.encoding import (
     Outgoing,
 )
 from trio_vllm.mock.events import EventLog, Summary
+from trio_vllm.mock.kv_events import KvCacheEvent
 from trio_vllm.mock.request import Refusal, Request, RequestFactory
 from trio_vllm.mock.scheduler import Counts, Scheduler
 from trio_vllm.mock.simulated import SimulatedScheduler, simulated_scheduler
@@ -533,6 +534,10 @@ class MockEngine:
         self.events.summary.tokens = self._scheduler.tokens_made
         self.events.summary.end = self._stepped_at
         return self.events.summary
+
+    def pop_kv_events(self) -> list[list[KvCacheEvent]]:
+        """KV-cache events of each step since this was last called, if they are to be published."""
+        return self._scheduler.pop_kv_events()
 
     def next_step_time(self, now: float) -> float | None:
         """When the next step is due, which may be before ``now``; None until a message comes."""

@@ -12,6 +12,7 @@ from trio_vllm.mock.config import MockEngineConfig
 from trio_vllm.mock.content import TokenSource
 from trio_vllm.mock.encoding import MessageBuilder, MessageTemplate, Outgoing, StatsTemplate
 from trio_vllm.mock.fast_batch import FastBatch
+from trio_vllm.mock.kv_events import KvCacheEvent
 from trio_vllm.mock.plain_batch import PlainBatch
 from trio_vllm.mock.request import Request
 from trio_vllm.protocol import EventType
@@ -229,6 +230,10 @@ class Scheduler:
     def _startable(self) -> list[Request]:
         waiting = self._waiting.values()
         return [request for request in waiting if request.client_index not in self._held]
+
+    def pop_kv_events(self) -> list[list[KvCacheEvent]]:
+        """Nothing is cached."""
+        return []
 
     # Statistics ---------------------------------------------------------------------------------
 

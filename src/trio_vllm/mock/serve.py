@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeAlias, assert_never
@@ -30,6 +31,7 @@ from trio_vllm.mock.events import (
     RequestStarted,
     Summary,
 )
+from trio_vllm.mock.publishing import KvEventFeed, publishing_kv_events
 from trio_vllm.mock.runner import EngineRunner, Lockstep, RunnerLimits
 from trio_vllm.protocol import EngineCoreReadyResponse, FinishReason, HandshakeInit
 from trio_vllm.transport import (
@@ -89,6 +91,9 @@ async def serve_mock_engines(
       Ends the engines at once; their requests are neither drained nor aborted.
     """
     shutdown = trio.Event() if shutdown is None else shutdown
+    if config.is_scheduled and config.prefix_caching_hash_seed is None:
+        seed = os.environ.get("PYTHONHASHSEED")
+        config = attrs.evolve(config, prefix_caching_hash_seed=seed)
     service = _Service(config, options, limits, shutdown, tap, task_status)
     await service.run()
     return service.summary
@@ -136,19 +141,20 @@ class _Service:
     async def _guard(self, engine_index: int, all_engines: trio.CancelScope) -> None:
         await trio.lowlevel.checkpoint()
         try:
-            await self._run_engine(engine_index)
+            async with publishing_kv_events(self._config, engine_index) as feed:
+                await self._run_engine(engine_index, feed)
         except Exception as error:  # whatever it is: half of the engines is worse than none
             if self._failure is None:
                 self._failure = _failure_of(engine_index, error)
                 all_engines.cancel(reason=f"engine {engine_index} failed")
 
-    async def _run_engine(self, engine_index: int) -> None:
+    async def _run_engine(self, engine_index: int, feed: KvEventFeed | None) -> None:
         """Serve one frontend after the other."""
         with trio.move_on_after(self._config.startup_duration * self._config.time_scale):
             await self._shutdown.wait()
         while not self._shutdown.is_set():
             try:
-                gone = await self._serve_frontend(engine_index)
+                gone = await self._serve_frontend(engine_index, feed)
             except StartupError as error:
                 if not self._options.reconnect:
                     raise
@@ -174,7 +180,7 @@ class _Service:
             self._losses = 0
             gc.collect()
 
-    async def _serve_frontend(self, engine_index: int) -> str | None:
+    async def _serve_frontend(self, engine_index: int, feed: KvEventFeed | None) -> str | None:
         """Join a frontend and serve it; gives which address has gone, None after a shutdown."""
         session = _Session(self._options.shutdown_timeout, self._limits.last_outputs_time)
         with session.scope:
@@ -191,7 +197,7 @@ class _Service:
                     output_high_water_mark=self._limits.output_high_water_mark,
                 ) as channels,
             ):
-                await self._serve(engine_index, self._tap(engine_index, channels), session)
+                await self._serve(engine_index, self._tap(engine_index, channels), session, feed)
         return session.lost_address
 
     def _ready_response(self, engine_index: int, init: HandshakeInit) -> EngineCoreReadyResponse:
@@ -215,7 +221,11 @@ class _Service:
                 log.info("engine %d: still joining the frontend at %s", engine_index, address)
 
     async def _serve(
-        self, engine_index: int, channels: FrontendChannels, session: _Session
+        self,
+        engine_index: int,
+        channels: FrontendChannels,
+        session: _Session,
+        feed: KvEventFeed | None,
     ) -> None:
         engine = MockEngine(
             self._config,
@@ -223,10 +233,12 @@ class _Service:
             client_count=len(channels.outputs),
             has_coordinator=channels.coordinator is not None,
         )
+        if feed is not None:
+            feed.restart()
         runner = EngineRunner(
             engine,
             channels,
-            on_idle_check=partial(self._on_idle_check, engine),
+            on_idle_check=partial(self._on_idle_check, engine, feed),
             limits=self._limits.runner,
         )
         self._note_joined(engine_index, channels)
@@ -255,7 +267,9 @@ class _Service:
             if not self._missing:
                 self._task_status.started()
 
-    def _on_idle_check(self, engine: MockEngine) -> None:
+    def _on_idle_check(self, engine: MockEngine, feed: KvEventFeed | None) -> None:
+        if feed is not None:
+            feed.publish_from(engine)
         if entries := engine.events.pop_entries():
             log_entries(engine.engine_index, entries)
         if self._config.lockstep:

@@ -6,7 +6,6 @@ much in a step is decided in ``scheduling.py``; here rows are made of that.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 
 import attrs
@@ -23,6 +22,7 @@ from trio_vllm.mock.encoding import (
 )
 from trio_vllm.mock.fast_batch import MAX_ROW_LENGTH
 from trio_vllm.mock.kv_cache import KvCache
+from trio_vllm.mock.kv_events import KvCacheEvent
 from trio_vllm.mock.plain_batch import PlainMember, RowMaker
 from trio_vllm.mock.request import Request
 from trio_vllm.mock.scheduled_request import RequestStatus, ScheduledRequest
@@ -47,12 +47,13 @@ def _scheduler_config(config: MockEngineConfig) -> SchedulerConfig:
 
 
 def _kv_cache(config: MockEngineConfig) -> KvCache:
-    seed = os.environ.get("PYTHONHASHSEED") or DEFAULT_SEED
+    seed = config.prefix_caching_hash_seed or DEFAULT_SEED
     return KvCache(
         config.num_blocks,
         config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
         hasher=BlockHasher(config.prefix_caching_hash_algo, seed),
+        enable_events=config.kv_events is not None,
     )
 
 
@@ -109,6 +110,7 @@ class SimulatedScheduler:
         self._plain: list[_Member] = []  # of the rows laid out
         self._stats: SchedulerStats | None = None
         self._held: frozenset[int] = frozenset()
+        self._kv_events: list[list[KvCacheEvent]] = []
         self.tokens_made = 0
 
     @property
@@ -264,6 +266,8 @@ class SimulatedScheduler:
             self._write(share, last, extras, builder_for(share.client_index))
         self._write_plain(extras, builder_for)
         self.tokens_made += len(rows)
+        if events := self._cache.take_events():
+            self._kv_events.append(events)
         self._stats = self._scheduler.make_stats(step)
         for member in finished:
             self._forget(member)
@@ -333,6 +337,11 @@ class SimulatedScheduler:
             output = plain.output
             self._maker.add_row(plain, builder_for(request.client_index), width)
             member.scheduled.table.token_ids += output.new_token_ids  # type: ignore[operator]
+
+    def pop_kv_events(self) -> list[list[KvCacheEvent]]:
+        """What was cached and evicted in each step since this was last called."""
+        events, self._kv_events = self._kv_events, []
+        return events
 
     # Statistics ---------------------------------------------------------------------------------
 

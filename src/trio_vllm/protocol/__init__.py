@@ -47,6 +47,7 @@ from trio_vllm.protocol.logprobs import LogprobsCollector as LogprobsCollector
 from trio_vllm.protocol.logprobs import PositionLogprobs as PositionLogprobs
 from trio_vllm.protocol.logprobs import SamplingMask as SamplingMask
 from trio_vllm.protocol.logprobs import TokenLogprob as TokenLogprob
+from trio_vllm.protocol.msgpack import pack as pack
 from trio_vllm.protocol.multimodal import MultiModalFeatureSpec as MultiModalFeatureSpec
 from trio_vllm.protocol.multimodal import MultiModalField as MultiModalField
 from trio_vllm.protocol.multimodal import MultiModalFieldElem as MultiModalFieldElem

@@ -17,4 +17,6 @@ from trio_vllm.transport.engine import DESCRIPTORS_PER_ENGINE as DESCRIPTORS_PER
 from trio_vllm.transport.engine import join_frontend as join_frontend
 from trio_vllm.transport.frontend import Bootstrapped as Bootstrapped
 from trio_vllm.transport.frontend import HandshakeOwner as HandshakeOwner
+from trio_vllm.transport.kv_event_sockets import KvEventSockets as KvEventSockets
+from trio_vllm.transport.kv_event_sockets import open_kv_event_sockets as open_kv_event_sockets
 from trio_vllm.transport.memory import InMemory as InMemory
