@@ -21,10 +21,10 @@ from trio_vllm.protocol import (
     Buffer,
     EngineCoreReadyResponse,
     EngineId,
+    Frames,
     FrontendStartup,
     Phase,
 )
-from trio_vllm.transport.channels import Frames
 from trio_vllm.transport.zmq_monitor import ConnectionTable
 from trio_vllm.transport.zmq_socket import ZmqSocket
 

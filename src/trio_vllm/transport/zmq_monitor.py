@@ -14,7 +14,7 @@ import trio
 import zmq
 
 from trio_vllm.concurrency import Waker
-from trio_vllm.transport.channels import Disconnect, Frames
+from trio_vllm.transport.channels import Disconnect
 from trio_vllm.transport.zmq_socket import ZmqSocket
 
 EVENT_HEAD = struct.Struct("=HI")
@@ -147,7 +147,7 @@ class PeerMonitor(trio.abc.ReceiveChannel[PeerEvent]):
         await trio.lowlevel.checkpoint()
 
 
-def _decode(frames: Frames) -> PeerEvent | None:
+def _decode(frames: list[bytes]) -> PeerEvent | None:
     """Give the event, or None for the one that says that there are no more."""
     head, address = frames
     number, value = EVENT_HEAD.unpack(head)

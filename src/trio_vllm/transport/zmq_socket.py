@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Protocol, TypeVar
 
 import attrs
@@ -24,8 +24,9 @@ import trio
 import zmq
 
 from trio_vllm.errors import AddressInUseError, ConfigurationError, PeerGoneError
+from trio_vllm.protocol import Buffer, Frames
 from trio_vllm.transport.address import SocketFile, check_listener, parse_endpoint, prepare_path
-from trio_vllm.transport.channels import Frames, Received
+from trio_vllm.transport.channels import Received
 
 POLL_INTERVAL = 0.005
 """Seconds between two looks whether there is room again: that memory is back wakes nobody."""
@@ -61,7 +62,7 @@ class SendBudget:
         self._size += size
 
 
-def track(frame: bytes | memoryview) -> tuple[zmq.Frame, zmq.MessageTracker]:
+def track(frame: Buffer) -> tuple[zmq.Frame, zmq.MessageTracker]:
     """Make a frame that is lent whatever its size, and a tracker that is done with it."""
     lent = zmq.Frame(bytes(frame), track=True, copy=False, copy_threshold=0)
     tracker = lent.tracker
@@ -207,7 +208,7 @@ class ZmqSocket:
         """Give the number of its connection with each message from now on; for `ZmqContext`."""
         self._labels = labels
 
-    async def receive(self) -> Frames:
+    async def receive(self) -> list[bytes]:
         """Wait for one message, whatever connection it comes by."""
         ((frames, _),) = await self.receive_batch(1)
         return frames
@@ -243,7 +244,7 @@ class ZmqSocket:
             return batch
         raise trio.WouldBlock
 
-    async def send(self, frames: Sequence[bytes | memoryview]) -> None:
+    async def send(self, frames: Frames) -> None:
         """Queue one message, waiting while the send high-water mark is reached.
 
         Args:
@@ -260,7 +261,7 @@ class ZmqSocket:
         """
         await self._attempt_until(SENDABLE, lambda: self._put(frames))
 
-    def send_nowait(self, frames: Sequence[bytes | memoryview]) -> None:
+    def send_nowait(self, frames: Frames) -> None:
         """Queue one message like `send`; `trio.WouldBlock` if the high-water mark is reached."""
         if len(frames) == 1 and not self._waiting:  # most of all messages, for half the price
             frame = frames[0]
@@ -347,7 +348,7 @@ class ZmqSocket:
         return batch if labels is None or not batch else _label(batch, labels)
 
     @trio.lowlevel.enable_ki_protection
-    def _put(self, frames: Sequence[bytes | memoryview]) -> bool:
+    def _put(self, frames: Frames) -> bool:
         """Hand over one message; False if ØMQ does not take it now."""
         _check_frames(frames)
         if self._budget is not None:
@@ -357,9 +358,7 @@ class ZmqSocket:
         *head, last = frames
         return self._hand_over(head, last)
 
-    def _put_large(
-        self, frames: Sequence[bytes | memoryview], size: int, budget: SendBudget
-    ) -> bool:
+    def _put_large(self, frames: Frames, size: int, budget: SendBudget) -> bool:
         if budget.is_full:
             return False
         *head, last = frames
@@ -369,9 +368,7 @@ class ZmqSocket:
             budget.add(tracker, size)
         return accepted
 
-    def _hand_over(
-        self, head: Sequence[bytes | memoryview], last: bytes | memoryview | zmq.Frame
-    ) -> bool:
+    def _hand_over(self, head: Frames, last: Buffer | zmq.Frame) -> bool:
         accepted = self._try_to_send(head, last)
         if not accepted:
             # Sending processes events only now and then. Now that all is processed, the descriptor
@@ -381,9 +378,7 @@ class ZmqSocket:
         self._notify()
         return accepted
 
-    def _try_to_send(
-        self, head: Sequence[bytes | memoryview], last: bytes | memoryview | zmq.Frame
-    ) -> bool:
+    def _try_to_send(self, head: Frames, last: Buffer | zmq.Frame) -> bool:
         send = self._raw.send
         flags = DONT_WAIT
         try:
@@ -406,11 +401,11 @@ def _label(batch: list[Received], labels: ConnectionLabels) -> list[Received]:
     return [(frames, labels.number_of(descriptor or 0)) for frames, descriptor in batch]
 
 
-def _must_copy(frame: bytes | memoryview | zmq.Frame) -> bool:
+def _must_copy(frame: Buffer | zmq.Frame) -> bool:
     return type(frame) is not bytes or len(frame) < ZERO_COPY_SIZE
 
 
-def _check_frames(frames: Sequence[bytes | memoryview]) -> None:
+def _check_frames(frames: Frames) -> None:
     """Refuse what would fail halfway: the rest of it would be glued to the next message."""
     if not frames:
         raise ValueError("a message has at least one frame")
