@@ -244,7 +244,7 @@ def test_bad_structs(codec: Codec[Point], raw: Any, where: str) -> None:
     with pytest.raises(CodecError) as caught:
         codec.decode(raw, [])
 
-    assert where == caught.value.where
+    assert caught.value.where == where
 
 
 @pytest.mark.parametrize("cls", [ArrayPoint, Point, SparsePoint])
@@ -394,7 +394,7 @@ def test_bad_multimodal_field_is_not_written(kwargs: dict[str, Any], where: str)
     with pytest.raises(CodecError) as caught:
         FIELD.encode(MultiModalField("flat", kwargs), [])
 
-    assert where == caught.value.where
+    assert caught.value.where == where
 
 
 def test_what_cannot_be_packed_is_a_form_error() -> None:

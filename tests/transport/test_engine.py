@@ -74,7 +74,7 @@ async def take_ready(frontend: RawFrontend) -> None:
     identity, payload = await frontend.handshake.receive()
     report = decode_report([payload])
     assert (report.status, report.local, report.headless) == (HandshakeStatus.READY, False, True)
-    assert EngineId.of(3) == identity
+    assert identity == EngineId.of(3)
 
 
 def joining(address: str, timeout: float = math.inf, **options: Any) -> Any:

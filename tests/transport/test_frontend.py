@@ -629,7 +629,7 @@ async def test_handshake_address_in_use() -> None:
             async with HandshakeOwner(handshake_address=address).connect():
                 raise AssertionError("it did not fail")
 
-    assert address == caught.value.address
+    assert caught.value.address == address
     assert str(caught.value) == f"address {address} is already in use"
 
 
