@@ -39,7 +39,6 @@ from trio_vllm.protocol.codec import (
     optional,
 )
 from trio_vllm.protocol.msgpack import pack, unpack
-from trio_vllm.protocol.multimodal import FIELD
 from trio_vllm.protocol.output import ENGINE_CORE_OUTPUT
 from trio_vllm.protocol.request import EngineCoreRequest
 from trio_vllm.protocol.sampling import RepetitionDetectionParams
@@ -392,7 +391,7 @@ def test_shortest_output() -> None:
 )
 def test_bad_multimodal_field_is_not_written(kwargs: dict[str, Any], where: str) -> None:
     with pytest.raises(CodecError) as caught:
-        FIELD.encode(MultiModalField("flat", kwargs), [])
+        codec_of(MultiModalField).encode(MultiModalField("flat", kwargs), [])
 
     assert caught.value.where == where
 

@@ -1,4 +1,7 @@
-"""What the client and the mock engine ask of their connections; ØMQ is one way to give it."""
+"""`EngineChannels` and `FrontendChannels`: what a client and an engine need of their connections.
+
+They are made of two protocols, `FrameReceiver` and `FrameSender`, which a transport implements.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's end: join a frontend that owns the handshake.
+"""`join_frontend`: connects an engine to a frontend, by the startup handshake.
 
 Mirrors ``vllm/v1/engine/core.py`` (``startup_handshake``, ``process_input_sockets``) and
 ``engine-core-client/src/mock_engine.rs``.
@@ -223,11 +223,11 @@ class _Joining:
         return CoordinatorChannels(broadcasts, notices)
 
     async def wait_registered(self) -> None:
-        """Wait until the registrations have somebody to reach.
+        """Wait until the connections for the registrations are open.
 
-        Upstream's engines do not; but to whom there never was a connection, none can be lost. The
-        handshake may well be closed by now. If somebody opens it again, that is another frontend,
-        and the one that we wait for is gone.
+        Upstream's engines do not wait; but a connection that never was open cannot be seen to break.
+        The handshake may well be closed by now. If it opens again, that is another frontend, and the
+        one that we wait for is gone.
         """
         await trio.lowlevel.checkpoint()
         for connection in self._input_connections:

@@ -183,7 +183,7 @@ class StartupRun:
                 self._restart_deadlines.pop(_sender(frames), None)
                 if engine_id is not None:
                     connections.identify(connection, engine_id.engine_index)
-                    # The disconnect of an engine that left in the meantime is told as well.
+                    # An engine that left in the meantime is reported as a disconnect, too.
                     with suppress(PeerGoneError):
                         handshake.send_nowait([engine_id, *self._handshake.init])
             self._update_progress()

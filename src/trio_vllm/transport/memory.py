@@ -188,7 +188,7 @@ class InMemory:
     async def connect(self) -> AsyncIterator[EngineChannels]:
         """Wait for all engines to join; the block's value are the channels to them.
 
-        Leaving the block is told to all engines as a disconnect.
+        When the block is left, all engines see a disconnect.
         """
         await self._joined.wait()
         leader = LeaderChannels(self._broadcasts, self._subscriptions, self._notices)

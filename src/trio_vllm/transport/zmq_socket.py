@@ -29,7 +29,7 @@ from trio_vllm.transport.address import SocketFile, check_listener, parse_endpoi
 from trio_vllm.transport.channels import Received
 
 POLL_INTERVAL = 0.005
-"""Seconds between two looks whether there is room again: that memory is back wakes nobody."""
+"""Seconds between two checks for room: ØMQ gives lent memory back without waking any task."""
 
 Lent = tuple[zmq.MessageTracker, int]
 
@@ -38,8 +38,8 @@ Lent = tuple[zmq.MessageTracker, int]
 class SendBudget:
     """The bytes of large messages that wait for the peers of one socket.
 
-    ØMQ bounds what waits by the number of messages, whatever their size, and tells of none of them
-    when it is out. But the memory of a large one is lent to it, and it gives that back.
+    ØMQ bounds what waits by the number of messages, whatever their size, and does not report when
+    one of them is out. But the memory of a large one is lent to it, and it gives that back.
     """
 
     DEFAULT: ClassVar = 64 * 1024 * 1024
@@ -81,18 +81,18 @@ DONT_WAIT = int(zmq.DONTWAIT)
 MORE_FOLLOWS = int(zmq.SNDMORE)
 
 REFUSE_ZMTP_1_2 = b"trio-vllm"
-"""With a domain for authentication, though nobody authenticates here, ØMQ refuses peers that speak
-ZMTP 1 or 2, as nobody has since 2013: any few bytes of junk would pass for messages of these."""
+"""A domain for authentication, without any authentication in it. With one, ØMQ refuses peers that
+speak ZMTP 1 or 2, out of use since 2013: any few bytes of junk would pass for messages of these."""
 
 ZERO_COPY_SIZE = 64 * 1024
 """From here on lending the memory is cheaper than copying it (8 MiB: 10 µs against 3 ms)."""
 
 
 class ConnectionLabels(Protocol):
-    """What tells a connection's number, given its descriptor."""
+    """Gives a connection's number for its descriptor."""
 
     def process_events(self) -> None:
-        """Take in what has happened to connections until now."""
+        """Process the events of connections so far."""
         ...
 
     def number_of(self, descriptor: int) -> int | None:
@@ -157,7 +157,7 @@ class ZmqSocket:
         return self.address
 
     def connect(self, address: str) -> None:
-        """Connect, now or when somebody listens there; ØMQ keeps trying.
+        """Connect, now or once a socket listens there; ØMQ keeps trying.
 
         Raises:
           ConfigurationError: The address has a wrong form.
