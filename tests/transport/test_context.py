@@ -289,6 +289,8 @@ async def test_there_is_no_bound_otherwise(context: ZmqContext, tmp_path: Path) 
     while received < 3000:
         received += len(await pull.receive_batch(3000))
 
+    assert received == 3000
+
 
 async def test_xpub_reports_repeated_subscriptions(context: ZmqContext) -> None:
     publisher = context.socket(SocketType.XPUB)
