@@ -1,4 +1,4 @@
-"""The exceptions of this package, one screen.
+"""`EngineCoreError` and its subclasses: the exceptions of this package, in one tree.
 
 Everything that a peer, the network or a bad request can cause derives from `EngineCoreError`; each
 carries fields, and its text is built from them. Misuse by the programmer is a `TypeError`,
@@ -32,7 +32,7 @@ class ConfigurationError(EngineCoreError):
 
 @attrs.define(eq=False, str=False)
 class AddressInUseError(ConfigurationError):
-    """Somebody else listens on this address."""
+    """Another socket listens on this address."""
 
     address: str = attrs.field()
     reason: str = attrs.field(init=False)

@@ -329,7 +329,7 @@ def test_module_needs_a_command(arguments: list[str]) -> None:
 )
 def test_the_address_that_a_command_names(command: list[str], address: str | None) -> None:
     """It is found if there is only one that it can be."""
-    assert address == address_in(command)
+    assert address_in(command) == address
 
 
 def test_placeholders_are_substitute_address() -> None:

@@ -101,7 +101,7 @@ def test_summaries_add_up() -> None:
 
     assert one + other == Summary(2, 40, 6, 8, 10, 10.0, 30.0)
     assert one == one + Summary()
-    assert 2.0 == one.tokens_per_second == (one + other).tokens_per_second
+    assert one.tokens_per_second == (one + other).tokens_per_second == 2.0
     assert Summary().tokens_per_second == 0.0
 
 

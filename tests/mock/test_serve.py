@@ -44,7 +44,7 @@ from trio_vllm.protocol import (
     decode_report,
     encode_init,
 )
-from trio_vllm.transport import engine as engine_module
+from trio_vllm.transport import EngineLingers
 from trio_vllm.transport.zmq_context import open_context
 
 TIMEOUT = 10.0
@@ -295,8 +295,9 @@ async def test_a_shutdown_does_not_wait_for_a_stuck_frontend(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which takes no outputs, not even those that tell it."""
-    limits = ServeLimits(output_high_water_mark=1, last_outputs_time=0.1)
-    monkeypatch.setattr(engine_module, "OUTPUT_LINGER", 0.1)
+    limits = ServeLimits(
+        output_high_water_mark=1, last_outputs_time=0.1, lingers=EngineLingers(outputs=0.1)
+    )
     post = EngineRunner.post
     is_stuck = trio.Event()
 

@@ -190,7 +190,7 @@ def test_bug_of_an_engine_is_a_form_error(outputs: Any, where: str) -> None:
     with pytest.raises(CodecError) as caught:
         encode_outputs(outputs)
 
-    assert where == caught.value.where
+    assert caught.value.where == where
 
 
 def test_farewell() -> None:
@@ -289,9 +289,9 @@ def test_bad_outputs_are_refused(raw: Any, where: str) -> None:
         decode_outputs([pack(raw)])
 
     assert caught.value.what == "outputs"
-    assert where == caught.value.where
+    assert caught.value.where == where
     index = raw[0] if type(raw) is list and type(raw[0]) is int else None
-    assert index == caught.value.engine_index
+    assert caught.value.engine_index == index
     assert caught.value.request_id is None
 
 
@@ -374,7 +374,7 @@ def test_bad_row_hurts_only_its_request(raw: Any, where: str) -> None:
     assert batch.decode_row(batch.rows[0]).request_id == "good"
     with pytest.raises(DecodeError) as caught:
         batch.decode_row(batch.rows[1])
-    assert where == caught.value.where
+    assert caught.value.where == where
     assert caught.value.engine_index == 4
     assert caught.value.request_id == row_request_id(raw)
 

@@ -1,4 +1,4 @@
-"""Outputs of `Llm`: whole completions, deltas of a stream, token counts, timings."""
+"""`GenerateOutput`, `CompletionDelta` and `EncodeOutput`: what `Llm` returns, with counts and times."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class WeightVersionSpan:
 
 @attrs.define(kw_only=True)
 class RequestTimings:
-    """Durations of the parts of a completion so far, in seconds; None where the engine does not tell.
+    """Durations of the parts of a completion so far, in seconds; None where the engine does not say.
 
     Computed as upstream's frontends do (``vllm/v1/metrics/stats.py``, ``IterationStats``), when they
     are asked for: the two latencies by this process's clock, everything else by the engine's

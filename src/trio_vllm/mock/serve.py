@@ -36,6 +36,7 @@ from trio_vllm.mock.runner import EngineRunner, Lockstep, RunnerLimits
 from trio_vllm.protocol import EngineCoreReadyResponse, FinishReason, HandshakeInit
 from trio_vllm.transport import (
     DESCRIPTORS_PER_ENGINE,
+    EngineLingers,
     FrontendChannels,
     FrontendDisconnect,
     InMemory,
@@ -62,6 +63,7 @@ class ServeLimits:
     last_outputs_time: float = 2.0
     """Seconds that a frontend may take, once requests are aborted, to make room for the messages
     about that."""
+    lingers: EngineLingers = attrs.field(factory=EngineLingers)
     runner: RunnerLimits = attrs.field(factory=RunnerLimits)
 
 
@@ -195,6 +197,7 @@ class _Service:
                     ready_response=partial(self._ready_response, engine_index),
                     timeout=self._options.startup_timeout,
                     output_high_water_mark=self._limits.output_high_water_mark,
+                    lingers=self._limits.lingers,
                 ) as channels,
             ):
                 await self._serve(engine_index, self._tap(engine_index, channels), session, feed)

@@ -329,4 +329,4 @@ def _encode_mask(value: SamplingMask, aux: AuxFrames) -> Any:
     return [*raw, None]
 
 
-SAMPLING_MASK = set_codec(SamplingMask, Codec("a sampling mask", _decode_mask, _encode_mask))
+set_codec(SamplingMask, Codec("a sampling mask", _decode_mask, _encode_mask))

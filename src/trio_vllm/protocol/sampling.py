@@ -37,7 +37,7 @@ from trio_vllm.protocol.codec import (
     satisfying,
     strict_on_encode,
 )
-from trio_vllm.protocol.structs import Key, as_map, codec_of
+from trio_vllm.protocol.structs import Key, as_map
 from trio_vllm.protocol.token_ids import as_token_ids
 
 STRUCTURED_OUTPUTS_BACKENDS = ("xgrammar", "guidance", "outlines", "lm-format-enforcer")
@@ -248,5 +248,3 @@ class EngineCoreSamplingParams:
 
 SamplingParams = EngineCoreSamplingParams
 """The name that vLLM's users know."""
-
-SAMPLING_PARAMS = codec_of(EngineCoreSamplingParams)

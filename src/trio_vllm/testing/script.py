@@ -26,7 +26,7 @@ from trio_vllm.protocol import (
     encode_add,
     encode_outputs,
 )
-from trio_vllm.transport import FrameReceiver, Frames, FrameSender, FrontendChannels, Received
+from trio_vllm.transport import FrameReceiver, FrameSender, FrontendChannels, Received
 
 
 @attrs.frozen
@@ -104,7 +104,7 @@ class Script:
         inputs = [_ScriptedReceiver(receiver, self, outputs) for receiver in channels.inputs]
         return attrs.evolve(channels, inputs=inputs, outputs=outputs)
 
-    def take(self, frames: Frames, outputs: Sequence[FrameSender]) -> Frames | None:
+    def take(self, frames: list[bytes], outputs: Sequence[FrameSender]) -> list[bytes] | None:
         """Note a message; gives what the engine gets in its place, None for nothing."""
         try:
             message = decode_engine_message(frames)
@@ -132,7 +132,7 @@ class Script:
             scripted = self._answers.get(tuple(request.prompt_token_ids or ()))
         return scripted if scripted is None or isinstance(scripted, Answer) else Answer(scripted)
 
-    def _with_trace(self, request: EngineCoreRequest, answer: Answer) -> Frames:
+    def _with_trace(self, request: EngineCoreRequest, answer: Answer) -> list[bytes]:
         params = request.sampling_params
         assert params is not None
         if params.max_tokens is None or params.max_tokens >= len(answer.token_ids):

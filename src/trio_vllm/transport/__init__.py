@@ -6,7 +6,6 @@ from trio_vllm.transport.channels import EngineChannels as EngineChannels
 from trio_vllm.transport.channels import EngineSource as EngineSource
 from trio_vllm.transport.channels import FollowerChannels as FollowerChannels
 from trio_vllm.transport.channels import FrameReceiver as FrameReceiver
-from trio_vllm.transport.channels import Frames as Frames
 from trio_vllm.transport.channels import FrameSender as FrameSender
 from trio_vllm.transport.channels import FrontendChannels as FrontendChannels
 from trio_vllm.transport.channels import FrontendDisconnect as FrontendDisconnect
@@ -14,6 +13,7 @@ from trio_vllm.transport.channels import LeaderChannels as LeaderChannels
 from trio_vllm.transport.channels import Received as Received
 from trio_vllm.transport.descriptors import require_descriptors as require_descriptors
 from trio_vllm.transport.engine import DESCRIPTORS_PER_ENGINE as DESCRIPTORS_PER_ENGINE
+from trio_vllm.transport.engine import EngineLingers as EngineLingers
 from trio_vllm.transport.engine import join_frontend as join_frontend
 from trio_vllm.transport.frontend import Bootstrapped as Bootstrapped
 from trio_vllm.transport.frontend import HandshakeOwner as HandshakeOwner

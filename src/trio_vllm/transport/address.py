@@ -1,4 +1,4 @@
-"""Addresses as people write them, checked before ØMQ sees them; its own complaints do not help."""
+"""`parse_endpoint`: checks an address before ØMQ sees it, whose own errors do not say what is wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONGEST_PATH = 107
 
 @attrs.frozen
 class Endpoint:
-    """An address that ØMQ will understand, and what it must be told besides."""
+    """An address in ØMQ's form, and the option that it needs."""
 
     text: str
     is_ipv6: bool = False
@@ -54,7 +54,7 @@ def parse_endpoint(address: str, *, port_required: bool) -> Endpoint:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether a host stands for all interfaces, so that nobody can connect to it."""
+    """Whether a host stands for all interfaces, so that no peer can connect to it."""
     host = host.removeprefix("[").removesuffix("]")
     try:
         return ipaddress.ip_address(host).is_unspecified

@@ -22,10 +22,10 @@ from trio_vllm.protocol import (
     Buffer,
     EngineCoreReadyResponse,
     EngineId,
+    Frames,
     FrontendStartup,
     Phase,
 )
-from trio_vllm.transport.channels import Frames
 from trio_vllm.transport.zmq_monitor import ConnectionTable
 from trio_vllm.transport.zmq_socket import ZmqSocket
 
@@ -186,7 +186,7 @@ class StartupRun:
                 self._restart_deadlines.pop(_sender(frames), None)
                 if engine_id is not None:
                     connections.identify(connection, engine_id.engine_index)
-                    # The disconnect of an engine that left in the meantime is told as well.
+                    # An engine that left in the meantime is reported as a disconnect, too.
                     with suppress(PeerGoneError):
                         handshake.send_nowait([engine_id, *self._handshake.init])
             self._update_progress()

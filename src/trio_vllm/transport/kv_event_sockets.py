@@ -9,7 +9,7 @@ import attrs
 import trio
 
 from trio_vllm.errors import PeerGoneError
-from trio_vllm.transport.channels import Frames
+from trio_vllm.protocol import Frames
 from trio_vllm.transport.zmq_context import SocketType, open_context
 from trio_vllm.transport.zmq_socket import ZmqSocket
 
