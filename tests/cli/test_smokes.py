@@ -14,7 +14,8 @@ from trio_vllm.cli.llm_smoke import main
 from trio_vllm.protocol import RequestErrorInfo
 
 COMMON = ["handshake_address", "engine_count", "input_address", "output_address"]
-COMMON += ["engine_identities"]
+COMMON += ["engine_identities", "vllm_version", "dtype", "max_model_len", "num_gpu_blocks"]
+COMMON += ["block_size"]
 
 
 async def test_generate_tells_what_the_example_tells(run_smoke: RunSmoke, address: str) -> None:

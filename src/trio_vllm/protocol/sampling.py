@@ -282,7 +282,7 @@ class EngineCoreSamplingParams:
             if config.get(key) is not None
         }
         eos = config.get("eos_token_id")
-        first, *others = eos if isinstance(eos, list) and eos else [eos]
+        first, *others = eos if isinstance(eos, list) and eos else [None if eos == [] else eos]
         if first is not None:
             found["eos_token_id"] = first
         if others:
