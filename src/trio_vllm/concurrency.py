@@ -6,6 +6,7 @@ would wrap them, and sorts them when the nursery is closed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -13,6 +14,9 @@ import attrs
 import trio
 
 from trio_vllm.errors import InternalError
+
+# Whoever wants our log configures it; without this Python would print warnings to standard error.
+logging.getLogger("trio_vllm").addHandler(logging.NullHandler())
 
 
 @asynccontextmanager

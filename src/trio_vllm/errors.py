@@ -122,6 +122,19 @@ class RequestError(EngineCoreError):
 
 
 @attrs.define(eq=False, str=False)
+class RequestFailedError(EngineCoreError):
+    """An engine ended a request with an error; raised by ``raise_for_error`` of an output."""
+
+    request_id: str
+    code: str | None
+    reason: str
+    retryable: bool
+
+    def __str__(self) -> str:
+        return f"request {self.request_id!r} failed at the engine: {self.reason}"
+
+
+@attrs.define(eq=False, str=False)
 class DuplicateRequestIdError(RequestError):
     """A request with this id is already in flight on this client."""
 

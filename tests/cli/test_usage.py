@@ -32,7 +32,7 @@ def refused(capsys: pytest.CaptureFixture[str], *tokens: str) -> str:
 COMMON = {
     "handshake_address": None,
     "engine_count": 1,
-    "model": "Qwen/Qwen3-0.6B",
+    "model": None,
     "host": "127.0.0.1",
     "client_index": 0,
     "ready_timeout": 30.0,

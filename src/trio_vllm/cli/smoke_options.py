@@ -57,7 +57,7 @@ class SmokeOptions:
     then what COMMAND names."""
     engine_count: Annotated[int, _at_least(1, MAX_ENGINES)] = 1
     """How many engines to wait for."""
-    model: str = "Qwen/Qwen3-0.6B"
+    model: str | None = None
     """A label to print; the engines know their model."""
     host: Annotated[str, Parameter(validator=_check_host)] = "127.0.0.1"
     """Interface for requests and outputs, as the engines reach it."""

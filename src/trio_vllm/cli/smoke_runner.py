@@ -156,12 +156,16 @@ class _Run:
         )
 
     def _introduce(self, report: Report, client: EngineCoreClient, address: str) -> None:
-        report.put("model", self.options.model)
+        if self.options.model is not None:
+            report.put("model", self.options.model)
         report.put("handshake_address", address)
         report.put("engine_count", self.options.engine_count)
         report.put("input_address", client.input_address)
         report.put("output_address", client.output_address)
         report.put("engine_identities", [list(identity) for identity in client.engine_identities])
+        first, *_ = client.engine_info.ready_responses.values()
+        for fact in ("vllm_version", "dtype", "max_model_len", "num_gpu_blocks", "block_size"):
+            report.put(fact, getattr(first, fact))
 
     @contextmanager
     def _failing(self, *reports: Report) -> Iterator[None]:
@@ -178,7 +182,9 @@ class _Run:
             if self.options.debug:
                 print_traceback(error)
             for report in reports:
-                report.failure = report.failure or one_line(_reason(error))
+                if report.failure is None:
+                    report.failure = one_line(_reason(error))
+                    report.failure_kind = type(error).__name__
         for report in reports:
             if len(reports) == 1 or not report.seconds:
                 report.seconds = trio.current_time() - begin
