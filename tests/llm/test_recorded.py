@@ -20,6 +20,9 @@ from trio_vllm.protocol import (
     decode_outputs,
 )
 
+KNOWN = {"vocab_size": 1 << 20}
+"""What the client is told, so that it asks the engines nothing that was not recorded."""
+
 
 def sent(scenario: Recording) -> list[EngineCoreRequest]:
     """The requests that the engines were sent."""
@@ -98,7 +101,7 @@ async def test_results(scenario: Recording) -> None:
         randomize_request_ids=False,
         supports_lora=True,
         max_loras=2,
-        client_options={"vocab_size": 1 << 20},
+        client_options=KNOWN,
     ) as world:
         engine_of = engines_of(scenario)
         outcomes = {}
@@ -128,7 +131,7 @@ async def test_results(scenario: Recording) -> None:
 async def test_a_completion_that_took_several_steps(version: str) -> None:
     scenario = recording("generate_plain_5", version)
     (request,) = sent(scenario)
-    async with open_llm_world(randomize_request_ids=False) as world:
+    async with open_llm_world(randomize_request_ids=False, client_options=KNOWN) as world:
         outcome = await world.start(lambda: world.llm.generate(as_prompt(request)))
         for frames in answers(scenario):
             await world.engine.say(*frames)
@@ -152,7 +155,7 @@ async def test_a_completion_that_took_several_steps(version: str) -> None:
 @each_version
 async def test_a_prompt_that_was_cached(version: str) -> None:
     scenario = recording("prefix_cache_hit", version)
-    async with open_llm_world(randomize_request_ids=False) as world:
+    async with open_llm_world(randomize_request_ids=False, client_options=KNOWN) as world:
         outcomes = [
             await world.start(partial(world.llm.generate, as_prompt(request)))
             for request in sent(scenario)
@@ -173,7 +176,7 @@ async def test_an_embedding(version: str) -> None:
         prompt_token_ids=request.prompt_token_ids or [],
         pooling_params=request.pooling_params,
     )
-    async with open_llm_world(randomize_request_ids=False) as world:
+    async with open_llm_world(randomize_request_ids=False, client_options=KNOWN) as world:
         outcome = await world.start(lambda: world.llm.encode(prompt))
         for frames in answers(scenario):
             await world.engine.say(*frames)

@@ -9,12 +9,14 @@ operations. Upstream's counterpart is ``RequestState`` with ``RequestOutputColle
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
+from trio_vllm.client import too_many_tokens
 from trio_vllm.concurrency import Waker
 from trio_vllm.errors import DecodeError, EngineCoreError
 from trio_vllm.llm.output import (
@@ -56,6 +58,7 @@ class Collector:
         "_is_last_delivered",
         "_last",
         "_logprobs",
+        "_max_tokens",
         "_outputs_with_extras",
         "_params",
         "_pooled",
@@ -91,7 +94,10 @@ class Collector:
         self._clock = clock
         self._interval = interval
         self._arrival_time = request.arrival_time
-        self._params = request.sampling_params
+        self._params = params = request.sampling_params
+        limit: Any = None if params is None else params.max_tokens
+        # What is no number at all is for the client to refuse.
+        self._max_tokens: int = limit if type(limit) is int else sys.maxsize
         prompt = request.prompt_token_ids
         self._prompt_tokens = 0 if prompt is None else len(prompt)
         # Unbounded on purpose: one pump serves all requests and must not wait for one slow reader.
@@ -116,6 +122,8 @@ class Collector:
     # Sink ---------------------------------------------------------------------------------------
 
     def add_tokens(self, token_ids: list[int], timestamp: float, version: str | None) -> None:
+        if self._delivered_count + len(self._token_ids) + len(token_ids) > self._max_tokens:
+            raise too_many_tokens(self, self._max_tokens)
         self._token_ids.fromlist(token_ids)  # all or none
         if timestamp:  # 0 is none
             self._times.append(timestamp)

@@ -25,8 +25,12 @@ from trio_vllm.transport.zmq_socket import SendBudget, ZmqSocket, translate_erro
 
 __all__ = ["SocketType", "ZmqContext", "heartbeat_options", "open_context"]
 
-IO_THREADS = 2
-"""Threads that ØMQ uses for the network; each is good for about 1 GB/s."""
+IO_THREADS = 1
+"""Threads that ØMQ uses for the network; one is good for about 1 GB/s.
+
+With a second one a message could be read by the one thread before the other has told of its
+connection. Then the message would be taken for one of an earlier connection, of the same descriptor.
+"""
 
 TERMINATION_GRACE = 1.0
 """Seconds that ØMQ may take to end sockets after the longest linger has passed."""

@@ -1,0 +1,184 @@
+"""What is found out of engines before they are trusted with a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import trio
+from tests.client.cores import Network, RecordingSink
+from tests.client.pair import open_pair
+from tests.client.scripted import Failure, scripted_engines
+from tests.client.world import make_request
+
+from trio_vllm.client import EngineCoreClient
+from trio_vllm.errors import AdapterError, InvalidFieldError, UnsupportedFieldError
+from trio_vllm.mock import MockEngineConfig
+from trio_vllm.protocol import (
+    EngineCoreRequest,
+    FinishReason,
+    LateInteractionParams,
+    LoRARequest,
+    PoolingParams,
+    SamplingParams,
+)
+
+
+async def run(client: EngineCoreClient, request: EngineCoreRequest) -> int:
+    async with client.call(request) as outputs:
+        return sum([len(item.output.new_token_ids) async for item in outputs])
+
+
+def biased(token_id: int, request_id: str = "r") -> EngineCoreRequest:
+    params = SamplingParams(max_tokens=2, logit_bias={token_id: 1.0})
+    return make_request(request_id, sampling_params=params)
+
+
+async def test_vocabulary_is_found_out_once_and_only_if_needed() -> None:
+    async with open_pair(vocab_size=500) as (world, mocks):
+        client = world.client
+        await run(client, make_request(sampling_params=SamplingParams(max_tokens=2)))
+        assert client.driver.core.facts.limits.vocab_size is None
+
+        with pytest.raises(InvalidFieldError, match="vocabulary of 500"):
+            await run(client, biased(500))
+        assert client.driver.core.facts.limits.vocab_size == 500
+        async with trio.open_nursery() as nursery:
+            for number in range(3):
+                nursery.start_soon(run, client, biased(499, f"r{number}"))
+        assert mocks[0].summary.requests == 1 + 1 + 3
+
+
+ADAPTER = LoRARequest(lora_name="a", lora_int_id=1, lora_path="/a")
+
+
+def adapted(adapter: LoRARequest = ADAPTER, request_id: str = "r") -> EngineCoreRequest:
+    return make_request(request_id, lora_request=adapter)
+
+
+async def call(client: EngineCoreClient, request: EngineCoreRequest) -> None:
+    async with client.call(request):
+        pass
+
+
+async def test_adapter_is_loaded_once_and_its_id_belongs_to_it() -> None:
+    answers: dict[str, Any] = {"add_lora": True, "remove_lora": True}
+    async with scripted_engines(answers, ["0.33.0"] * 2) as (client, engines):
+        client.driver.core.facts.learn(supports_lora=True)
+        async with trio.open_nursery() as nursery:
+            for number in range(3):
+                nursery.start_soon(call, client, adapted(request_id=f"r{number}"))
+        assert [[name for name, _ in calls] for calls in engines.calls.values()] == [
+            ["add_lora"]
+        ] * 2
+
+        other = LoRARequest(lora_name="a", lora_int_id=1, lora_path="/b")
+        with pytest.raises(InvalidFieldError, match="take another id"):
+            await call(client, adapted(other))
+        await client.remove_lora(1)
+        await call(client, adapted(other))
+        assert [name for name, _ in engines.calls[0]] == ["add_lora", "remove_lora", "add_lora"]
+
+
+async def test_adapter_that_does_not_load_is_the_error_of_its_request() -> None:
+    async with scripted_engines({"add_lora": Failure("no such file")}) as (client, _):
+        client.driver.core.facts.learn(supports_lora=True)
+        with pytest.raises(AdapterError, match="no such file"):
+            await call(client, adapted())
+
+
+# Without trio ------------------------------------------------------------------------------------
+
+
+def submit(net: Network, request: EngineCoreRequest) -> RecordingSink:
+    sink = RecordingSink(request)
+    net.submit(request, sink)
+    return sink
+
+
+def finish(net: Network) -> None:
+    """Let all engines do what there is to do."""
+    for _ in range(10):
+        net.send()
+        for engine in net.engines:
+            while engine.inbox:
+                engine.take(net.now)
+            engine.step(net.now)
+            while engine.outbox:
+                net.deliver_output(engine)
+
+
+def scored(mode: str, request_id: str, **fields: Any) -> EngineCoreRequest:
+    uses = 2 if mode == "cache_query" else None
+    late: Any = LateInteractionParams(mode=mode, query_key="query", query_uses=uses)
+    pooling = PoolingParams(task="token_embed", late_interaction_params=late)
+    return make_request(request_id, sampling_params=None, pooling_params=pooling, **fields)
+
+
+def test_documents_follow_their_query() -> None:
+    net = Network(3, MockEngineConfig(supported_tasks=("token_embed",)))
+    with pytest.raises(InvalidFieldError, match="is of no query"):
+        submit(net, scored("score_doc", "early"))
+    query = submit(net, scored("cache_query", "q"))
+    finish(net)
+    with pytest.raises(InvalidFieldError, match="must be 2"):
+        submit(net, scored("score_doc", "pinned", data_parallel_rank=0))
+    documents = [submit(net, scored("score_doc", f"d{number}")) for number in range(2)]
+
+    assert [sink.engine_index for sink in [query, *documents]] == [2, 2, 2]
+    with pytest.raises(InvalidFieldError, match="is of no query"):
+        submit(net, scored("score_doc", "late"))
+
+
+def chunk(**fields: Any) -> EngineCoreRequest:
+    return make_request("s", sampling_params=SamplingParams(max_tokens=2), **fields)
+
+
+def test_chunks_follow_their_session_and_its_end_is_ours() -> None:
+    net = Network(2, MockEngineConfig())
+    submit(net, make_request("other", sampling_params=SamplingParams(max_tokens=9999)))
+    first = submit(net, chunk(resumable=True))
+    finish(net)
+    more = [submit(net, make_request(f"m{number}")) for number in range(3)]
+    assert first.end is FinishReason.LENGTH
+    with pytest.raises(InvalidFieldError, match="chunks before"):
+        submit(net, chunk(resumable=True, data_parallel_rank=0))
+    second = submit(net, chunk(resumable=True))
+    finish(net)
+    last = submit(net, chunk())
+
+    assert [first.engine_index, second.engine_index, last.engine_index] == [1, 1, 1]
+    assert (len(second.token_ids), last.token_ids, last.end) == (2, [], FinishReason.STOP)
+    assert {sink.engine_index for sink in more} == {0, 1}
+
+
+def test_request_that_is_aborted_as_it_comes_ends() -> None:
+    net = Network(1, MockEngineConfig())
+    sink = submit(net, make_request("a", abort_immediately=True))
+
+    assert sink.end is FinishReason.ABORT
+    assert net.client.in_flight_count == 0
+
+
+def test_adapter_that_was_not_prepared_is_refused() -> None:
+    net = Network(1, MockEngineConfig(max_loras=1))
+    net.client.facts.learn(supports_lora=True)
+    with pytest.raises(UnsupportedFieldError, match="has not been loaded"):
+        submit(net, adapted())
+
+
+def test_engine_that_runs_nothing_is_stalled(caplog: pytest.LogCaptureFixture) -> None:
+    net = Network(1, MockEngineConfig(), stall_time=4)
+    sink = submit(net, make_request("a"))
+    net.pass_time(3)
+    assert net.client.stalled_engines == []
+    net.pass_time(3)
+
+    assert net.client.stalled_engines == [0]
+    assert caplog.text.count("has sent no output for 4 s") == 1
+    finish(net)
+    assert sink.token_ids != []
+    assert net.client.stalled_engines == []
+    net.client.abort_all()
+    net.pass_time(9)
+    assert net.client.next_deadline > net.now + 1e9
