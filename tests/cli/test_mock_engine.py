@@ -152,6 +152,8 @@ def test_options_reach_another_process() -> None:
             "enable_chunked_prefill",
             False,
         ),
+        (["--kv-events-config", "{}"], "kv_events_config", "{}"),
+        (["--prefix-caching-hash-seed", "0"], "prefix_caching_hash_seed", "0"),
         (["--no-enable-prefix-caching"], "enable_prefix_caching", False),
         (["--prefix-caching-hash-algo", "sha256_cbor"], "prefix_caching_hash_algo", "sha256_cbor"),
         (["--long-prefill-token-threshold", "5"], "long_prefill_token_threshold", 5),
@@ -186,9 +188,22 @@ def test_options(tokens: Sequence[str], name: str, value: Any) -> None:
     assert values(*tokens)[name] == value
 
 
+def test_profiles_hold_where_nothing_else_is_given(tmp_path: Path) -> None:
+    """Those of the package by name, others by file."""
+    like = values("--like", "llama-3.1-8b-l4", "--max-num-seqs", "9")
+    assert (like["step_time"], like["max_num_seqs"]) == (0.0535, 9)
+    file = tmp_path / "mine.toml"
+    file.write_text('inter_token_latency = "20ms"\n')
+    assert values("--profile", str(file))["inter_token_latency"] == 0.02
+
+
 @pytest.mark.parametrize(
     ("tokens", "reason"),
     [
+        (["--like", "nothing"], "no profile 'nothing'"),
+        (["--like", "a", "--profile", "b"], "exclude each other"),
+        (["--profile", "/nowhere/at/all.toml"], "cannot be read"),
+        (["--kv-events-config", "{"], "--kv-events-config"),
         (["--vocab-size", "0"], "--vocab-size"),
         (["--output-token-chunk-size", "0"], "--output-token-chunk-size"),
         (["--engine-count", "0"], "--engine-count"),

@@ -148,12 +148,20 @@ class MockOptions:
     debug: bool = False
 
     @classmethod
-    def of(cls, **options: Any) -> MockOptions:
+    def of(
+        cls, *, like: str | None = None, profile: Path | None = None, **options: Any
+    ) -> MockOptions:
         """Options by their names.
+
+        Args:
+          like: A profile of the package, whose options hold where none are given.
+          profile: The file of another one.
+          options: All others.
 
         Raises:
           ConfigurationError: They make sense one by one, but not together.
         """
+        options = {**_options_of_profile(like, profile), **options}
         engine = {name: options.pop(name) for name in _names(MockEngineConfig) & options.keys()}
         serving = {name: options.pop(name) for name in _names(ServeOptions) & options.keys()}
         return cls(engine=MockEngineConfig(**engine), serving=ServeOptions(**serving), **options)
@@ -179,6 +187,17 @@ class MockOptions:
         if "supported_tasks" in options:
             options["supported_tasks"] = tuple(options["supported_tasks"])
         return cls.of(**options)
+
+
+def _options_of_profile(like: str | None, profile: Path | None) -> dict[str, Any]:
+    if like is not None and profile is not None:
+        raise ConfigurationError("--like and --profile exclude each other.")
+    name = profile if like is None else like
+    if name is None:
+        return {}
+    from trio_vllm.mock import load_profile
+
+    return load_profile(name)
 
 
 def _names(cls: type[Any]) -> set[str]:

@@ -21,6 +21,8 @@ if TYPE_CHECKING or not install_lazy_importer(__name__):
     from trio_vllm.mock.events import RequestRefused as RequestRefused
     from trio_vllm.mock.events import RequestStarted as RequestStarted
     from trio_vllm.mock.events import Summary as Summary
+    from trio_vllm.mock.profile import load_profile as load_profile
+    from trio_vllm.mock.profile import profile_names as profile_names
     from trio_vllm.mock.runner import Lockstep as Lockstep
     from trio_vllm.mock.serve import serve_in_memory as serve_in_memory
     from trio_vllm.mock.serve import serve_mock_engines as serve_mock_engines
