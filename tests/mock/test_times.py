@@ -263,5 +263,5 @@ def test_durations(text: str, seconds: float) -> None:
 @pytest.mark.parametrize("text", ["", "ms", "1 parsec", "1,5s", "nan"])
 def test_no_durations(text: str) -> None:
     """Anything else."""
-    with pytest.raises(ValueError, match="no duration|could not convert"):
+    with pytest.raises(ValueError, match=r"no duration|could not convert"):
         parse_duration(text)

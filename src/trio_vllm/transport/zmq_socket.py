@@ -342,7 +342,7 @@ class ZmqSocket:
                 break
             except zmq.ZMQError as error:
                 raise translate_error(error, "cannot receive") from error
-            descriptor = None if labels is None else int(frame.get(SOURCE_DESCRIPTOR))
+            descriptor = None if labels is None else _descriptor_of(frame)
             frames = [frame.bytes]
             while frame.more:  # free, where asking the socket costs twice a receive
                 frame = receive(copy=False)  # cannot block: messages arrive whole
@@ -408,7 +408,21 @@ class ZmqSocket:
 def _label(batch: list[Received], labels: ConnectionLabels) -> list[Received]:
     """Replace the descriptors of connections, which ØMQ knows them by, by their numbers."""
     labels.process_events()
-    return [(frames, labels.number_of(descriptor or 0)) for frames, descriptor in batch]
+    return [
+        (frames, None if descriptor is None else labels.number_of(descriptor))
+        for frames, descriptor in batch
+    ]
+
+
+def _descriptor_of(frame: zmq.Frame) -> int | None:
+    """The connection that a message came by; none for what ØMQ itself says.
+
+    An XPUB, for example, makes a message of its own when a subscriber's connection breaks.
+    """
+    try:
+        return int(frame.get(SOURCE_DESCRIPTOR))
+    except zmq.ZMQError:
+        return None
 
 
 def _must_copy(frame: bytes | memoryview | zmq.Frame) -> bool:
