@@ -402,8 +402,8 @@ def _follow(
     default_address: str | None,
 ) -> FollowerChannels | None:
     """Subscribe to the coordinator's publications, if there is one."""
-    told = (response.dp_stats_address for response in responses.values())
-    address = next((address for address in told if address is not None), default_address)
+    published = (response.dp_stats_address for response in responses.values())
+    address = next((address for address in published if address is not None), default_address)
     if address is None:
         return None
     socket = context.socket(SocketType.XSUB)
