@@ -221,6 +221,7 @@ async def run_load(
         on_end(record)
 
     async def send_all(nursery: trio.Nursery) -> None:
+        await trio.lowlevel.checkpoint()
         for number, planned in enumerate(requests):
             if number >= count or planned.time > duration:
                 return
