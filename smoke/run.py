@@ -48,6 +48,7 @@ PEER_CHECKS = {
     "losses": REFERENCE,
     "python_frontend": REFERENCE,
     "rust_frontend": REFERENCE,
+    "metrics": REFERENCE,
     "restart": REFERENCE,
 }
 """The checks with real peers, and the versions of vLLM that each runs with unless told otherwise."""
