@@ -4,6 +4,8 @@ One engine with room for adapters gets all of them. Each must be refused or answ
 generate afterwards.
 """
 
+from typing import Any
+
 import trio
 
 from harness import expect, free_port, generate, headless_engine, ok, owner
@@ -51,7 +53,7 @@ async def check(port: int) -> None:
 
 
 def ask(lora: LoRARequest | None = None, **params: object) -> GenerateRequest:
-    values = {"max_tokens": 4, **params}
+    values: dict[str, Any] = {"max_tokens": 4, **params}
     return GenerateRequest([1, 2, 3], sampling_params=SamplingParams(**values), lora_request=lora)
 
 
