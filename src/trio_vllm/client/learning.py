@@ -18,6 +18,7 @@ from trio_vllm.errors import (
     AdapterError,
     EngineCoreError,
     EngineDeadError,
+    RequestError,
     UnsupportedFieldError,
     UtilityCallFailedError,
     copy_error,
@@ -93,6 +94,13 @@ class Learner:
 
     async def learn_for(self, request: EngineCoreRequest) -> None:
         """Learn what a request depends on and is not known; see `CoreDriver.prepare`."""
+        try:
+            await self._learn_for(request)
+        except RequestError as error:
+            error.request_id = callers_id(request)  # it may be the copy of one of another request
+            raise
+
+    async def _learn_for(self, request: EngineCoreRequest) -> None:
         facts = self._engines.core.facts
         while facts.lacks_tasks(request):
             await self._runs.run("tasks", self.learn_supported_tasks)
