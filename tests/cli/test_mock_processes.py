@@ -10,7 +10,6 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-
 from typing import Any
 
 import pytest
