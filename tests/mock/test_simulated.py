@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 import pytest
-from tests.mock.driver import Driver, drive, pack_add, raw_request
+from tests.mock.driver import Driver, drive
 from tests.mock.replay import _OPTIONS, Json, load
 from tests.mock.test_schedules import RECORDED, without_ids
 
@@ -133,7 +133,7 @@ def test_without_options_nothing_waits() -> None:
     [
         ({"schedule": True}, {"a": 0, "b": 0, "c": 0}),
         ({"max_num_seqs": 2}, {"a": 0, "b": 0, "c": 2}),
-        ({"max_num_batched_tokens": 300}, {"a": 0, "b": 0, "c": 1}),
+        ({"max_num_batched_tokens": 256}, {"a": 0, "b": 0, "c": 1}),
         ({"long_prefill_token_threshold": 50}, {"a": 1, "b": 1, "c": 1}),
         ({"scheduling_policy": "priority", "max_num_seqs": 1}, {"c": 0, "b": 2, "a": 4}),
         (
@@ -286,9 +286,7 @@ def test_pooling_and_embeddings_are_scheduled() -> None:
     """A pooling request ends with its prompt."""
     driver = drive(max_num_batched_tokens=256)
     driver.add("a", 1, prompt_token_ids=prompt(600))
-    driver.handle(
-        pack_add(raw_request("p", sampling_params=None, pooling_params={"task": "embed"}))
-    )
+    driver.add("p", sampling_params=None, pooling_params=[])
     driver.run()
     assert first_steps(driver) == {"a": 2, "p": 2}
     assert driver.outputs("p")[0].pooling_output is not None
