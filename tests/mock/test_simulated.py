@@ -10,7 +10,15 @@ from tests.mock.driver import Driver, drive
 from tests.mock.replay import _OPTIONS, Json, load
 from tests.mock.test_schedules import RECORDED, without_ids
 
-from trio_vllm.protocol import EngineCoreOutput, RequestBatchOutputs
+from trio_vllm.mock.encoding import MessageBuilder, MessageTemplate, SchedulerStatsEncoder
+from trio_vllm.protocol import (
+    EngineCoreOutput,
+    IterationDetails,
+    PrefixCacheStats,
+    RequestBatchOutputs,
+    SchedulerStats,
+    decode_outputs,
+)
 
 
 def driver_for(recording: Json, **config: Any) -> Driver:
@@ -290,3 +298,35 @@ def test_pooling_and_embeddings_are_scheduled() -> None:
     driver.run()
     assert first_steps(driver) == {"a": 2, "p": 2}
     assert driver.outputs("p")[0].pooling_output is not None
+
+
+@pytest.mark.parametrize("details", [None, IterationDetails(num_ctx_tokens=3)])
+@pytest.mark.parametrize("reset", [False, True])
+def test_statistics_from_the_template_are_whole(
+    details: IterationDetails | None, *, reset: bool
+) -> None:
+    """Each number is in its place, and what is no number too."""
+    stats = SchedulerStats(
+        num_running_reqs=1,
+        num_waiting_reqs=2,
+        num_skipped_waiting_reqs=3,
+        step_counter=4,
+        current_wave=5,
+        kv_cache_usage=0.625,
+        iteration_details=details,
+        prefix_cache_stats=PrefixCacheStats(
+            reset=reset,
+            requests=6,
+            queries=7,
+            hits=8,
+            preempted_requests=9,
+            preempted_queries=10,
+            preempted_hits=11,
+        ),
+    )
+    template = MessageTemplate(0, "default")
+    encoded = SchedulerStatsEncoder().encode(stats)
+    frames = template.build(MessageBuilder(), encoded, 1.0)
+    outputs = decode_outputs([bytes(frame) for frame in frames])
+    assert isinstance(outputs, RequestBatchOutputs)
+    assert outputs.scheduler_stats == stats
