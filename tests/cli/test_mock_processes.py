@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -283,7 +284,7 @@ async def test_the_failure_of_an_engine_ends_all(address: str) -> None:
     assert log.count("mock-engine: ") == 1
 
 
-def options_for(address: str, **options: object) -> MockOptions:
+def options_for(address: str, **options: Any) -> MockOptions:
     return MockOptions.of(handshake_address=address, engine_count=3, processes=2, **options)
 
 
