@@ -67,7 +67,9 @@ class Proxy:
         host, port = self.target.removeprefix("tcp://").split(":")
         try:
             far = await trio.open_tcp_stream(host, int(port))
-        except OSError:  # the target has gone, and who connects again hears of it by the end of this
+        except (
+            OSError
+        ):  # the target has gone, and who connects again hears of it by the end of this
             await trio.aclose_forcefully(near)
             return
         async with near, far:

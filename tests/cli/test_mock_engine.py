@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
+from rich.console import Console
 from tests.proc import children_of, started
 
 from trio_vllm import (
@@ -259,7 +260,8 @@ def test_the_help_says_how_to_start_a_frontend(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both kinds, and what is not validated."""
-    monkeypatch.setenv("COLUMNS", "200")  # in narrow columns long names are broken
+    # In narrow columns long names are broken.
+    monkeypatch.setattr(app, "console", Console(width=200))
     assert main(["--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "vllm-rs serve MODEL --data-parallel-size-local 0 --handshake-port 29550" in text

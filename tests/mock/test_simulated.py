@@ -6,11 +6,19 @@ from typing import Any
 
 import attrs
 import pytest
-from tests.mock.driver import Driver, drive, pack_add, raw_request
+from tests.mock.driver import Driver, drive
 from tests.mock.replay import _OPTIONS, Json, load
 from tests.mock.test_schedules import RECORDED, without_ids
 
-from trio_vllm.protocol import EngineCoreOutput, RequestBatchOutputs
+from trio_vllm.mock.encoding import MessageBuilder, MessageTemplate, SchedulerStatsEncoder
+from trio_vllm.protocol import (
+    EngineCoreOutput,
+    IterationDetails,
+    PrefixCacheStats,
+    RequestBatchOutputs,
+    SchedulerStats,
+    decode_outputs,
+)
 
 
 def driver_for(recording: Json, **config: Any) -> Driver:
@@ -133,7 +141,7 @@ def test_without_options_nothing_waits() -> None:
     [
         ({"schedule": True}, {"a": 0, "b": 0, "c": 0}),
         ({"max_num_seqs": 2}, {"a": 0, "b": 0, "c": 2}),
-        ({"max_num_batched_tokens": 300}, {"a": 0, "b": 0, "c": 1}),
+        ({"max_num_batched_tokens": 256}, {"a": 0, "b": 0, "c": 1}),
         ({"long_prefill_token_threshold": 50}, {"a": 1, "b": 1, "c": 1}),
         ({"scheduling_policy": "priority", "max_num_seqs": 1}, {"c": 0, "b": 2, "a": 4}),
         (
@@ -286,9 +294,39 @@ def test_pooling_and_embeddings_are_scheduled() -> None:
     """A pooling request ends with its prompt."""
     driver = drive(max_num_batched_tokens=256)
     driver.add("a", 1, prompt_token_ids=prompt(600))
-    driver.handle(
-        pack_add(raw_request("p", sampling_params=None, pooling_params={"task": "embed"}))
-    )
+    driver.add("p", sampling_params=None, pooling_params=[])
     driver.run()
     assert first_steps(driver) == {"a": 2, "p": 2}
     assert driver.outputs("p")[0].pooling_output is not None
+
+
+@pytest.mark.parametrize("details", [None, IterationDetails(num_ctx_tokens=3)])
+@pytest.mark.parametrize("reset", [False, True])
+def test_statistics_from_the_template_are_whole(
+    details: IterationDetails | None, *, reset: bool
+) -> None:
+    """Each number is in its place, and what is no number too."""
+    stats = SchedulerStats(
+        num_running_reqs=1,
+        num_waiting_reqs=2,
+        num_skipped_waiting_reqs=3,
+        step_counter=4,
+        current_wave=5,
+        kv_cache_usage=0.625,
+        iteration_details=details,
+        prefix_cache_stats=PrefixCacheStats(
+            reset=reset,
+            requests=6,
+            queries=7,
+            hits=8,
+            preempted_requests=9,
+            preempted_queries=10,
+            preempted_hits=11,
+        ),
+    )
+    template = MessageTemplate(0, "default")
+    encoded = SchedulerStatsEncoder().encode(stats)
+    frames = template.build(MessageBuilder(), encoded, 1.0)
+    outputs = decode_outputs([bytes(frame) for frame in frames])
+    assert isinstance(outputs, RequestBatchOutputs)
+    assert outputs.scheduler_stats == stats

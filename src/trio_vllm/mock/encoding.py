@@ -158,6 +158,66 @@ class StatsTemplate:
         return bytes(self._bytes)
 
 
+class SchedulerStatsEncoder:
+    """Encodes the statistics of steps: of most of them only numbers change.
+
+    All numbers are written with a fixed width into a copy of a message; what has more parts than the
+    numbers is encoded as usual.
+    """
+
+    _NUMBERS = ("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs")
+    _LOCKSTEP = ("step_counter", "current_wave")
+    _CACHE = (
+        "requests",
+        "queries",
+        "hits",
+        "preempted_requests",
+        "preempted_queries",
+        "preempted_hits",
+    )
+
+    def __init__(self) -> None:
+        count = len(self._NUMBERS) + len(self._LOCKSTEP) + len(self._CACHE)
+        marks = [2**64 - 1 - mark for mark in range(count)]
+        usage = 0.123456789
+        names = iter(marks)
+        stats = SchedulerStats(kv_cache_usage=usage)
+        for name in (*self._NUMBERS, *self._LOCKSTEP):
+            setattr(stats, name, next(names))
+        for name in self._CACHE:
+            setattr(stats.prefix_cache_stats, name, next(names))
+        self._bytes = bytearray(encode_stats(stats))
+        self._places = [self._place(mark.to_bytes(8, "big")) for mark in marks]
+        self._usage = self._place(pack_double(usage))
+
+    def _place(self, mark: bytes) -> slice:
+        start = self._bytes.index(mark)
+        return slice(start, start + 8)
+
+    def encode(self, stats: SchedulerStats) -> bytes:
+        """The encoded statistics."""
+        cache = stats.prefix_cache_stats
+        if cache.reset or stats.iteration_details or stats.spec_decoding_stats:
+            return encode_stats(stats)
+        numbers = (
+            stats.num_running_reqs,
+            stats.num_waiting_reqs,
+            stats.num_skipped_waiting_reqs,
+            stats.step_counter,
+            stats.current_wave,
+            cache.requests,
+            cache.queries,
+            cache.hits,
+            cache.preempted_requests,
+            cache.preempted_queries,
+            cache.preempted_hits,
+        )
+        for place, number in zip(self._places, numbers, strict=True):
+            self._bytes[place] = number.to_bytes(8, "big")
+        self._bytes[self._usage] = pack_double(stats.kv_cache_usage)
+        return bytes(self._bytes)
+
+
 pack_double = struct.Struct(">d").pack
 _pack_u16 = struct.Struct(">H").pack
 _pack_u32 = struct.Struct(">I").pack

@@ -17,7 +17,7 @@ from trio_vllm.mock.encoding import (
     MessageBuilder,
     MessageTemplate,
     Outgoing,
-    encode_stats,
+    SchedulerStatsEncoder,
     row_with,
 )
 from trio_vllm.mock.fast_batch import MAX_ROW_LENGTH
@@ -109,6 +109,7 @@ class SimulatedScheduler:
         self._shares: list[_Share] = []
         self._plain: list[_Member] = []  # of the rows laid out
         self._stats: SchedulerStats | None = None
+        self._encoder = SchedulerStatsEncoder()
         self._held: frozenset[int] = frozenset()
         self._kv_events: list[list[KvCacheEvent]] = []
         self.tokens_made = 0
@@ -357,7 +358,7 @@ class SimulatedScheduler:
         stats.step_counter, stats.current_wave = step, wave
         if not self._config.enable_logging_iteration_details:
             stats.iteration_details = None
-        return encode_stats(stats)
+        return self._encoder.encode(stats)
 
     def forget_messages(self) -> None:
         """Nothing is kept between two steps that depends on a template."""
