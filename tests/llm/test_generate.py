@@ -88,6 +88,8 @@ async def test_every_field_of_a_request_reaches_the_engine() -> None:
     }
     async with open_llm_world(supports_lora=True, max_loras=1) as world:
         request = make_prompt("x", **{f"request_{name}": value for name, value in fields.items()})
+        facts = world.llm.client.driver.core.facts
+        facts.note_results("add_lora", [["l", 1, "p"]], {0: True})  # it was loaded before
         await world.start(lambda: world.llm.generate(request))
         (got,) = world.engine.requests()
 
@@ -177,7 +179,7 @@ def test_columns_of_other_requests_are_not_kept() -> None:
     ],
 )
 async def test_columns_of_logprobs(params: dict[str, Any], columns: int) -> None:
-    async with open_llm_world() as world:
+    async with open_llm_world(client_options={"vocab_size": 32_000}) as world:
         outcome = await world.start(lambda: world.llm.generate(make_prompt(**params)))
         (request,) = world.engine.requests()
         await world.finish(request.request_id, [7], new_logprobs=make_logprobs([7], 6))

@@ -102,6 +102,8 @@ class Learner:
 
     async def _learn_for(self, request: EngineCoreRequest) -> None:
         facts = self._engines.core.facts
+        # Nothing is to be found out for one that is refused whatever comes of it.
+        check_request(fill_defaults(request), facts.limits)
         while facts.lacks_tasks(request):
             await self._runs.run("tasks", self.learn_supported_tasks)
         while facts.lacks_vocab_size(request):
@@ -156,7 +158,6 @@ class Learner:
         """Load an adapter into every engine: one that does not load would kill them in a request."""
         core, lora = self._engines.core, request.lora_request
         assert lora is not None
-        check_request(fill_defaults(request), core.facts.limits)
         key = attrs.astuple(lora)
         if lora.load_inplace:
             await self._runs.run(key, lambda: self._add_lora(request, lora))
