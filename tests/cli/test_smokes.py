@@ -211,7 +211,7 @@ async def test_verbose(run_smoke: RunSmoke) -> None:
     ("outputs", "reason"),
     [
         ([([1], FinishReason.LENGTH)], "1 tokens came instead of 5"),
-        ([([1] * 6, FinishReason.LENGTH)], "6 tokens came instead of 5"),
+        ([([1] * 6, FinishReason.LENGTH)], "goes on after 5 tokens, which is all that was asked"),
         ([([], FinishReason.STOP)], "0 tokens came instead of 5"),
         ([([1], None), ([], FinishReason.ABORT)], "finish_reason is abort"),
         ([([1], FinishReason.ERROR)], "finish_reason is error, expected was length or stop: "),

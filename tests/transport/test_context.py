@@ -61,6 +61,7 @@ async def test_one_context_for_all(context: ZmqContext) -> None:
     address = socket.bind(ANY_PORT)
     with trio.fail_after(LIMIT):  # they take a moment to give themselves names
         await until(lambda: footprint()[1] >= IO_THREADS + 1)
+    threads = footprint()[1]  # of this context, and of those of earlier tests that still end
     async with open_context() as first, open_context() as second:
         push = second.socket(SocketType.PUSH)
         push.connect(address)
@@ -69,7 +70,7 @@ async def test_one_context_for_all(context: ZmqContext) -> None:
         bound = first.socket(SocketType.PULL)
         first.open_monitor(bound)
         address = bound.bind(ANY_PORT)
-        assert footprint()[1] == IO_THREADS + 1
+        assert footprint()[1] <= threads
 
     async with open_context() as again:
         assert again.socket(SocketType.PULL).bind(address) == address

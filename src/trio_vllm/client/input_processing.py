@@ -723,12 +723,14 @@ def needs_vocab_size(request: EngineCoreRequest) -> bool:
     if not isinstance(params, EngineCoreSamplingParams):
         return False
     names = (*TOKEN_ID_FIELDS, "logit_bias", "bad_words_token_ids", "prompt_logprob_token_ids")
-    values = (getattr(params, name) for name in names)
     counts = (params.logprobs, params.prompt_logprobs, params.eos_token_id)
-    return any(_is_array(value) or bool(value) for value in values) or any(
-        type(count) is int and count >= SMALLEST_VOCABULARY for count in counts
-    )
+    return any(_reaches(getattr(params, name)) for name in names) or any(map(_reaches, counts))
 
 
-def _is_array(value: object) -> bool:
-    return isinstance(value, np.ndarray)
+def _reaches(token_ids: Any) -> bool:
+    """Whether there is a token id among these, or a count, that not every vocabulary has."""
+    if isinstance(token_ids, np.ndarray):
+        return token_ids.size > 0 and bool(np.any(token_ids >= SMALLEST_VOCABULARY))
+    if isinstance(token_ids, Iterable) and not isinstance(token_ids, str | bytes):
+        return any(map(_reaches, token_ids))
+    return type(token_ids) is int and token_ids >= SMALLEST_VOCABULARY
