@@ -4,6 +4,8 @@ One engine with room for adapters gets all of them. Each must be refused or answ
 generate afterwards.
 """
 
+from typing import Any
+
 import trio
 
 from harness import expect, free_port, generate, headless_engine, ok, owner
@@ -21,7 +23,7 @@ from trio_vllm.protocol import MultiModalFeatureSpec, PlaceholderRange
 
 VOCAB_SIZE = 32_000
 
-BEYOND_THE_VOCABULARY = (
+BEYOND_THE_VOCABULARY: tuple[dict[str, Any], ...] = (
     {"stop_token_ids": [151645], "min_tokens": 1},
     {"logit_bias": {191222: -100.0}},
     {"allowed_token_ids": [99999]},
@@ -50,8 +52,8 @@ async def check(port: int) -> None:
         expect("stalled", llm.client.stalled_engines, [])
 
 
-def ask(lora: LoRARequest | None = None, **params: object) -> GenerateRequest:
-    values = {"max_tokens": 4, **params}
+def ask(lora: LoRARequest | None = None, **params: Any) -> GenerateRequest:
+    values: dict[str, Any] = {"max_tokens": 4, **params}
     return GenerateRequest([1, 2, 3], sampling_params=SamplingParams(**values), lora_request=lora)
 
 
