@@ -1,9 +1,7 @@
 """Everything that is checked, built and measured here. ``nox -l`` lists the sessions."""
 
-import email
 import os
 import shutil
-import zipfile
 from pathlib import Path
 
 import nox
@@ -88,7 +86,7 @@ def minimums(session: nox.Session) -> None:
 @nox.session(default=False)
 def smoke(session: nox.Session) -> None:
     """Run the smoke checks; with ``-- --peers`` also those against real vLLM processes."""
-    session.install(".")
+    session.install(".", *group("examples"))
     session.run("python", "smoke/run.py", *session.posargs)
 
 
@@ -101,14 +99,39 @@ def bench(session: nox.Session) -> None:
     session.run("python", "-m", "bench", *session.posargs, env={"PYTHONPATH": str(ROOT / "smoke")})
 
 
+@nox.session(python="3.11", default=False)  # atheris has wheels for few Pythons
+def fuzz(session: nox.Session) -> None:
+    """Fuzz what reads messages, a minute or as told: ``nox -s fuzz -- [TARGET...] --seconds N --runs N``."""
+    session.install(".", *group("fuzz"))
+    session.run("python", "-m", "fuzz", *session.posargs, env={"PYTHONPATH": str(ROOT / "smoke")})
+
+
+@nox.session(default=False)
+def soak(session: nox.Session) -> None:
+    """Load a client and mock engines, with faults, for some minutes: ``nox -s soak -- MINUTES``."""
+    session.install(".")
+    if any(argument.startswith("--plot") for argument in session.posargs):
+        session.install("matplotlib")
+    session.run("python", "-m", "soak", *session.posargs, env={"PYTHONPATH": str(ROOT / "smoke")})
+
+
+@nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """Build the documentation into docs/_build; a warning is an error."""
+    session.install(".", *group("docs"))
+    session.run("sphinx-build", "-W", "--keep-going", "-q", "-b", "html", "docs", "docs/_build")
+
+
 @nox.session
 def build(session: nox.Session) -> None:
     """Build the wheel into dist/, look into it, and run its commands."""
     session.install(*group("build"))
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    session.run("validate-pyproject", "pyproject.toml", silent=True)
     session.run("python", "-m", "build", "--outdir", "dist", silent=True)
     (wheel,) = (ROOT / "dist").glob("*.whl")
-    check_wheel(session, wheel)
+    session.run("check-wheel-contents", "--package", "src/trio_vllm", str(wheel), silent=True)
+    session.run("twine", "check", "--strict", *map(str, (ROOT / "dist").iterdir()), silent=True)
     session.install(str(wheel))
     for command in PROJECT["scripts"]:
         session.run(command, "--help", silent=True)
@@ -117,31 +140,3 @@ def build(session: nox.Session) -> None:
 def python_files(folder: str) -> list[str]:
     """The sources under a folder."""
     return [str(path) for path in sorted((ROOT / folder).rglob("*.py"))]
-
-
-def check_wheel(session: nox.Session, wheel: Path) -> None:
-    """Fail if the wheel lacks a file of ours, holds a stranger, or describes itself wrongly."""
-    with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if ".dist-info/" not in name}
-        (record,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
-        metadata = email.message_from_bytes(archive.read(record))
-    sources = {
-        path.relative_to(ROOT / "src").as_posix()
-        for path in (ROOT / "src").rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    if names != sources:
-        session.error(f"the wheel differs from src/ in {sorted(names ^ sources)}")
-    expected = {
-        "Name": PROJECT["name"],
-        "Version": PROJECT["version"],
-        "Requires-Python": PROJECT["requires-python"],
-        "License-Expression": PROJECT["license"],
-        "License-File": "LICENSE",
-        "Description-Content-Type": "text/markdown",
-    }
-    for field, value in expected.items():
-        if metadata[field] != value:
-            session.error(f"the wheel has {field} {metadata[field]!r}, not {value!r}")
-    if missing := set(PROJECT["dependencies"]) - set(metadata.get_all("Requires-Dist", [])):
-        session.error(f"the wheel does not require {sorted(missing)}")

@@ -31,7 +31,7 @@ from provision import (
     provision,
 )
 
-OUR_CHECKS = ("llm", "llm_smoke")
+OUR_CHECKS = ("examples", "flood", "llm", "llm_smoke")
 
 REFERENCE = (REFERENCE_VERSION,)
 WINDOW = (REFERENCE_VERSION, BUILT_VERSION)
@@ -48,6 +48,7 @@ PEER_CHECKS = {
     "losses": REFERENCE,
     "python_frontend": REFERENCE,
     "rust_frontend": REFERENCE,
+    "metrics": REFERENCE,
     "restart": REFERENCE,
 }
 """The checks with real peers, and the versions of vLLM that each runs with unless told otherwise."""

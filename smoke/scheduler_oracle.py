@@ -63,7 +63,9 @@ class Rolls:
             "events": self.maybe(0.5),
         }
         if chunked and self.maybe(0.4):
-            settings["long_prefill_token_threshold"] = roll.choice([1, 7, 16, 30])
+            # Upstream asserts that the places for drafts are not cut.
+            thresholds = [7, 16, 30] if self.speculative else [1, 7, 16, 30]
+            settings["long_prefill_token_threshold"] = roll.choice(thresholds)
             settings["long_prefill_token_threshold_adaptive"] = self.maybe(0.3)
         if self.maybe(0.2):
             settings["watermark"] = roll.choice([0.05, 0.1, 0.3])

@@ -34,8 +34,10 @@ class ProxiedConnection:
 
     async def reset(self) -> None:
         """Reset both ends."""
-        for stream in (self._near, self._far):
+        ends = (self._near, self._far)
+        for stream in ends:  # of both first: when one is closed, the tasks close the other
             stream.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_LINGER, RESET_ON_CLOSE)
+        for stream in ends:
             await trio.aclose_forcefully(stream)
 
     async def run(self) -> None:
@@ -63,7 +65,13 @@ class Proxy:
     async def handle(self, near: trio.SocketStream) -> None:
         """Carry one connection."""
         host, port = self.target.removeprefix("tcp://").split(":")
-        far = await trio.open_tcp_stream(host, int(port))
+        try:
+            far = await trio.open_tcp_stream(host, int(port))
+        except (
+            OSError
+        ):  # the target has gone, and who connects again hears of it by the end of this
+            await trio.aclose_forcefully(near)
+            return
         async with near, far:
             connection = ProxiedConnection(near, far)
             self.connections.append(connection)

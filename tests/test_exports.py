@@ -44,6 +44,7 @@ ROOT_NAMES = VLLM_NAMES | {
     "DecodeError",
     "EncodeOutput",
     "EncodeRequest",
+    "EngineCommandError",
     "EngineCoreError",
     "EngineDeadError",
     "GenerateStream",
@@ -52,15 +53,17 @@ ROOT_NAMES = VLLM_NAMES | {
     "Observer",
     "PoolingParams",
     "RequestError",
+    "SpawnedEngine",
     "StartupError",
     "StructuredOutputsParams",
     "UtilityError",
     "open_client",
     "open_llm",
+    "spawn_engine",
 }
 """Connecting, requests, outputs, errors: what most programs use, and no more."""
 
-PUBLIC_PACKAGES = ["client", "errors", "llm", "mock", "protocol"]
+PUBLIC_PACKAGES = ["client", "errors", "llm", "mock", "protocol", "spawn", "testing"]
 
 
 def public_names(package: ModuleType) -> list[str]:

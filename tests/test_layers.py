@@ -19,7 +19,7 @@ IMPURE = WAITING - {"asyncio"} | HIDDEN_INPUTS
 """What of the standard library a sans-IO module has no business with, and others have."""
 
 WATCHED = WAITING | HIDDEN_INPUTS | {"anyio", "cyclopts", "ormsgpack", "rich", "trio", "zmq"}
-"""Top-level names of others that not everybody may import; all else is free."""
+"""Top-level names of others that only some layers may import; all else is free."""
 
 PUBLIC_NAMES = "__init__"
 """The layer that ``import trio_vllm`` and ``from trio_vllm import Llm`` reach for."""
@@ -33,28 +33,44 @@ class Allowed:
     watched: frozenset[str] = frozenset()
 
 
-PUBLIC_PACKAGES = frozenset({"client", "errors", "llm", "mock", "protocol"})
+PUBLIC_PACKAGES = frozenset({"client", "errors", "llm", "mock", "protocol", "spawn"})
 """What the commands use, like any other program."""
 
 BELOW_CLIENT = frozenset({"transport", "protocol", "errors", "concurrency"})
 
 RULES = {
     "errors": Allowed(frozenset()),
+    # Logs what a crashed task raised beside the failure that is kept.
     "concurrency": Allowed(frozenset({"errors"}), frozenset({"logging", "trio"})),
+    # The wire without IO: frames in, values out, so that any reader of frames can use it.
     "protocol": Allowed(frozenset({"errors"}), frozenset({"ormsgpack"})),
+    # The only layer that knows ØMQ: whatever else carries frames needs no other to change.
     "transport": Allowed(BELOW_CLIENT - {"transport"}, IMPURE | {"trio", "zmq"}),
     "client": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
+    # Knows engines by the client alone, so it cannot depend on how they are connected.
     "llm": Allowed(BELOW_CLIENT - {"transport"} | {"client"}, IMPURE | {"trio"}),
+    # An engine core is a function of messages and the time; two modules run it, over any transport.
     "mock": Allowed(frozenset({"protocol", "errors"}), frozenset({"random"})),
+    # The command shows its help without numpy and trio.
     "mock/__init__": Allowed(frozenset({"_lazy"})),
+    "mock/publishing": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
     "mock/runner": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
     "mock/serve": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
+    # What starts processes knows nothing of engines, so that the commands can use it for their own.
+    "processes": Allowed(frozenset({"concurrency"}), IMPURE | {"trio"}),
+    # Beside the client, not in it: it makes an `EngineSource`, which is all that a client asks for.
+    "spawn": Allowed(BELOW_CLIENT - {"protocol"} | {"processes"}, IMPURE | {"trio"}),
+    # A double of either side: it puts itself between an engine or a client and their channels.
+    "testing": Allowed(BELOW_CLIENT | {"client", "llm", "mock"}, IMPURE | {"trio"}),
+    "testing/__init__": Allowed(frozenset({"_lazy"})),
+    # A facade over the facade; nothing else may import asyncio.
     "asyncio": Allowed(frozenset({"llm"}), frozenset({"asyncio", "trio"})),
+    # A user like any other: public packages only, besides the rules for background tasks.
     "cli": Allowed(
-        frozenset({PUBLIC_NAMES, *PUBLIC_PACKAGES, "concurrency"}),
+        frozenset({PUBLIC_NAMES, *PUBLIC_PACKAGES, "concurrency", "processes"}),
         IMPURE | {"cyclopts", "rich", "trio"},
     ),
-    PUBLIC_NAMES: Allowed(frozenset({"_lazy", "llm", "client", "protocol", "errors"})),
+    PUBLIC_NAMES: Allowed(frozenset({"_lazy", "llm", "client", "protocol", "errors", "spawn"})),
     "_lazy": Allowed(frozenset()),
     "__main__": Allowed(frozenset({"cli"})),
 }

@@ -23,7 +23,7 @@ from trio_vllm.protocol import MultiModalFeatureSpec, PlaceholderRange
 
 VOCAB_SIZE = 32_000
 
-BEYOND_THE_VOCABULARY: tuple[dict[str, Any], ...] = (
+BEYOND_THE_VOCABULARY = (
     {"stop_token_ids": [151645], "min_tokens": 1},
     {"logit_bias": {191222: -100.0}},
     {"allowed_token_ids": [99999]},
@@ -52,7 +52,7 @@ async def check(port: int) -> None:
         expect("stalled", llm.client.stalled_engines, [])
 
 
-def ask(lora: LoRARequest | None = None, **params: Any) -> GenerateRequest:
+def ask(lora: LoRARequest | None = None, **params: object) -> GenerateRequest:
     values: dict[str, Any] = {"max_tokens": 4, **params}
     return GenerateRequest([1, 2, 3], sampling_params=SamplingParams(**values), lora_request=lora)
 

@@ -50,11 +50,23 @@ class Case:
     read: Callable[[Frames], Any]
 
 
+LIMITS = RequestLimits(
+    max_model_len=512,
+    vocab_size=32000,
+    accepts_prompt_embeds=True,
+    hidden_size=64,
+    is_matryoshka=True,
+    is_multimodal=True,
+    has_reasoning_parser=True,
+)
+"""Of engines that can take whatever the cases need."""
+
+
 def cases() -> Iterator[Case]:
     """All that must be understood."""
     for name, request in requests().items():
         resolved = fill_defaults(request)
-        check_request(resolved, RequestLimits(max_model_len=512, vocab_size=32000))
+        check_request(resolved, LIMITS)
         yield Case(name, "request", resolved, framed(encode_add(resolved)), read_as(b"\x00"))
     for name, value in outputs().items():
         yield Case(name, "outputs", value, framed(encode_outputs(value), 0), decode_outputs)

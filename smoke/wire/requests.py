@@ -78,12 +78,13 @@ def requests() -> dict[str, EngineCoreRequest]:
         ),
         "embeddings and tokens": attrs.evolve(
             plain,
-            prompt_embeds=Tensor("bfloat16", (3, 2), bytes(range(12))),
+            prompt_embeds=Tensor("bfloat16", (3, 64), bytes(range(128)) * 3),
             prompt_is_token_ids=[True, False, True],
         ),
         "pooling": pooled(task="embed"),
+        "pooling to fewer dimensions": pooled(task="embed", dimensions=8),
         "pooling in full": pooled(
-            task="token_classify", use_activation=True, dimensions=8, step_tag_id=-1,
+            task="token_classify", use_activation=True, step_tag_id=-1,
             returned_token_ids=[1], requires_token_ids=True, skip_reading_prefix_cache=True,
             late_interaction_params=LateInteractionParams(mode="score_doc", query_key="k", query_uses=2),
             extra_kwargs={"a": [1.5]},
@@ -116,7 +117,7 @@ CONSTRAINTS: dict[str, Any] = {
     "choice": ["a", "b"],
     "grammar": 'root ::= "a"',
     "json_object": True,
-    "structural_tag": '{"a": []}',
+    "structural_tag": '{"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}',
 }
 
 ADAPTER = LoRARequest(

@@ -7,9 +7,11 @@ packages and modules:
 - `trio_vllm.client`: the client of the engines;
 - `trio_vllm.protocol`: all that is said over the wire;
 - `trio_vllm.errors`: all exceptions;
-- `trio_vllm.mock`: mock engines.
+- `trio_vllm.mock`: mock engines;
+- `trio_vllm.asyncio`: the same from a program on asyncio;
+- `trio_vllm.testing`: mock engines and a frontend double for tests.
 
-`trio_vllm.transport`, `trio_vllm.cli` and `trio_vllm.concurrency` are internal. Each name is imported
+`trio_vllm.transport`, `trio_vllm.cli`, `trio_vllm.processes` and `trio_vllm.concurrency` are internal. Each name is imported
 when it is first used, so that importing the package costs nothing and the commands answer fast.
 """
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING or not install_lazy_importer(__name__):
     from trio_vllm.errors import ClientClosedError as ClientClosedError
     from trio_vllm.errors import ConfigurationError as ConfigurationError
     from trio_vllm.errors import DecodeError as DecodeError
+    from trio_vllm.errors import EngineCommandError as EngineCommandError
     from trio_vllm.errors import EngineCoreError as EngineCoreError
     from trio_vllm.errors import EngineDeadError as EngineDeadError
     from trio_vllm.errors import InternalError as InternalError
@@ -61,3 +64,5 @@ if TYPE_CHECKING or not install_lazy_importer(__name__):
     from trio_vllm.protocol import StructuredOutputsParams as StructuredOutputsParams
     from trio_vllm.protocol import TokenLogprob as TokenLogprob
     from trio_vllm.protocol import UtilityCallOutput as UtilityCallOutput
+    from trio_vllm.spawn import SpawnedEngine as SpawnedEngine
+    from trio_vllm.spawn import spawn_engine as spawn_engine

@@ -1,4 +1,4 @@
-"""`install_lazy_importer`: each public name of a package is imported when it is first used."""
+"""`install_lazy_importer`: imports each public name of a package when it is first used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`running`: tasks beside a block of code; `Waker`: one task that waits for another.
+"""`running` runs tasks beside a block of code; `Waker` wakes the one task that waits for it.
 
 The only place that takes exceptions out of groups. It keeps all of them out of the nursery, which
 would wrap them, and sorts them when the nursery is closed.
@@ -6,6 +6,7 @@ would wrap them, and sorts them when the nursery is closed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -13,6 +14,9 @@ import attrs
 import trio
 
 from trio_vllm.errors import InternalError
+
+# Whoever wants our log configures it; without this Python would print warnings to standard error.
+logging.getLogger("trio_vllm").addHandler(logging.NullHandler())
 
 
 @asynccontextmanager
@@ -92,8 +96,8 @@ def _raise_first(crash: _Caught, block: _Caught, around: _Caught) -> None:
 class Waker:
     """Lets one task sleep until `wake`; a wake without a sleeper is forgotten.
 
-    A `trio.Event` can be set only once, and a new one for every output would cost more than the
-    output itself.
+    A `trio.Event` can be set only once, and to make a new one for every output would cost
+    more than the output itself.
     """
 
     __slots__ = ("_task",)

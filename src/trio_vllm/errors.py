@@ -1,4 +1,4 @@
-"""The exceptions of this package, one screen.
+"""`EngineCoreError` and its subclasses: the exceptions of this package, in one tree.
 
 Everything that a peer, the network or a bad request can cause derives from `EngineCoreError`; each
 carries fields, and its text is built from them. Misuse by the programmer is a `TypeError`,
@@ -32,7 +32,7 @@ class ConfigurationError(EngineCoreError):
 
 @attrs.define(eq=False, str=False)
 class AddressInUseError(ConfigurationError):
-    """Somebody else listens on this address."""
+    """Another socket listens on this address."""
 
     address: str = attrs.field()
     reason: str = attrs.field(init=False)
@@ -74,6 +74,25 @@ class StartupError(EngineCoreError):
 
 
 @attrs.define(eq=False, str=False)
+class EngineCommandError(StartupError):
+    """The command that was to start engines could not be started, or ended before they were ready.
+
+    ``reason`` says which, ``log`` are the last lines that it printed.
+    """
+
+    phase: str = attrs.field(default="the engine command", init=False)
+    reason: str = attrs.field(kw_only=True)
+    log: Sequence[str] = attrs.field(default=(), kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        if len(self.log) > 1:
+            self.add_note("\n".join(["The last lines of its log:", *self.log]))
+
+    def __str__(self) -> str:
+        return ": ".join([self.reason, *self.log[-1:]])
+
+
+@attrs.define(eq=False, str=False)
 class EngineDeadError(EngineCoreError):
     """An engine died or its connection was lost; ``__cause__`` is the first reason, if any."""
 
@@ -100,6 +119,19 @@ class RequestError(EngineCoreError):
 
     def __str__(self) -> str:
         return f"request {self.request_id!r} was refused"
+
+
+@attrs.define(eq=False, str=False)
+class RequestFailedError(EngineCoreError):
+    """An engine ended a request with an error; raised by ``raise_for_error`` of an output."""
+
+    request_id: str
+    code: str | None
+    reason: str
+    retryable: bool
+
+    def __str__(self) -> str:
+        return f"request {self.request_id!r} failed at the engine: {self.reason}"
 
 
 @attrs.define(eq=False, str=False)

@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
+from rich.console import Console
 from tests.proc import children_of, started
 
 from trio_vllm import (
@@ -143,11 +144,34 @@ def test_options_reach_another_process() -> None:
         (["--stop-at-eos"], "stop_at_eos", True),
         (["--embedding-size", "8"], "embedding_size", 8),
         (["--num-labels", "3"], "num_labels", 3),
-        (["--num-gpu-blocks", "9"], "num_gpu_blocks", 9),
+        (["--num-gpu-blocks", "9", "--no-schedule"], "num_gpu_blocks", 9),
         (["--block-size", "32"], "block_size", 32),
+        (["--schedule"], "schedule", True),
+        (["--no-schedule"], "schedule", False),
+        (
+            ["--no-enable-chunked-prefill", "--max-model-len", "64"],
+            "enable_chunked_prefill",
+            False,
+        ),
+        (["--kv-events-config", "{}"], "kv_events_config", "{}"),
+        (["--prefix-caching-hash-seed", "0"], "prefix_caching_hash_seed", "0"),
+        (["--no-enable-prefix-caching"], "enable_prefix_caching", False),
+        (["--prefix-caching-hash-algo", "sha256_cbor"], "prefix_caching_hash_algo", "sha256_cbor"),
+        (["--long-prefill-token-threshold", "5"], "long_prefill_token_threshold", 5),
+        (["--scheduling-policy", "priority"], "scheduling_policy", "priority"),
+        (["--enable-logging-iteration-details"], "enable_logging_iteration_details", True),
+        (["--step-time", "8ms"], "step_time", 0.008),
+        (["--step-time-per-request", "5e-5"], "step_time_per_request", 5e-5),
+        (["--step-time-per-prefill-token", "0.5ms"], "step_time_per_prefill_token", 0.0005),
+        (["--step-time-per-context-token", "1us"], "step_time_per_context_token", 1e-6),
+        (["--time-to-first-token", "2s"], "time_to_first_token", 2.0),
+        (["--inter-token-latency", "20ms"], "inter_token_latency", 0.02),
+        (["--time-factor-under-load", "2"], "time_factor_under_load", 2.0),
+        (["--time-scale", "0.5"], "time_scale", 0.5),
+        (["--startup-duration", "1min"], "startup_duration", 60.0),
         (["--kv-cache-size-tokens", "99"], "kv_cache_size_tokens", 99),
         (["--max-num-seqs", "7"], "max_num_seqs", 7),
-        (["--max-num-batched-tokens", "77"], "max_num_batched_tokens", 77),
+        (["--max-num-batched-tokens", "777"], "max_num_batched_tokens", 777),
         (["--dtype", "bfloat16"], "dtype", "bfloat16"),
         (["--vllm-version", "1"], "vllm_version", "1"),
         (["--instance-id", "x"], "instance_id", "x"),
@@ -165,9 +189,22 @@ def test_options(tokens: Sequence[str], name: str, value: Any) -> None:
     assert values(*tokens)[name] == value
 
 
+def test_profiles_hold_where_nothing_else_is_given(tmp_path: Path) -> None:
+    """Those of the package by name, others by file."""
+    like = values("--like", "llama-3.1-8b-l4", "--max-num-seqs", "9")
+    assert (like["step_time"], like["max_num_seqs"]) == (0.0535, 9)
+    file = tmp_path / "mine.toml"
+    file.write_text('inter_token_latency = "20ms"\n')
+    assert values("--profile", str(file))["inter_token_latency"] == 0.02
+
+
 @pytest.mark.parametrize(
     ("tokens", "reason"),
     [
+        (["--like", "nothing"], "no profile 'nothing'"),
+        (["--like", "a", "--profile", "b"], "exclude each other"),
+        (["--profile", "/nowhere/at/all.toml"], "cannot be read"),
+        (["--kv-events-config", "{"], "--kv-events-config"),
         (["--vocab-size", "0"], "--vocab-size"),
         (["--output-token-chunk-size", "0"], "--output-token-chunk-size"),
         (["--engine-count", "0"], "--engine-count"),
@@ -181,6 +218,15 @@ def test_options(tokens: Sequence[str], name: str, value: Any) -> None:
         (["--shutdown-timeout", "-1"], "--shutdown-timeout"),
         (["--shutdown-timeout", "nan"], "--shutdown-timeout"),
         (["--startup-timeout", "0"], "--startup-timeout"),
+        (["--step-time", "fast"], "--step-time"),
+        (["--step-time", "-1ms"], "--step-time"),
+        (["--max-model-len", "4096", "--num-gpu-blocks", "9"], "num_gpu_blocks 9 are too few"),
+        (["--max-num-batched-tokens", "9"], "less than max_num_seqs 256"),
+        (["--long-prefill-token-threshold", "9000"], "more than max_num_batched_tokens 8192"),
+        (["--no-enable-chunked-prefill"], "less than max_model_len 1048576"),
+        (["--schedule", "--output-token-chunk-size", "2"], "contradicts a schedule"),
+        (["--scheduling-policy", "lottery"], "--scheduling-policy"),
+        (["--inter-token-latency", "1s", "--step-time", "1s"], "one kind only"),
         (["--nonsense"], "--nonsense"),
         (["more"], "more"),
         (["--config", "/nowhere/at/all.toml"], "--config"),
@@ -210,8 +256,12 @@ def test_other_sources_of_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ) == (1, 12, 23, False)
 
 
-def test_the_help_says_how_to_start_a_frontend(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_says_how_to_start_a_frontend(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both kinds, and what is not validated."""
+    # In narrow columns long names are broken.
+    monkeypatch.setattr(app, "console", Console(width=200))
     assert main(["--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "vllm-rs serve MODEL --data-parallel-size-local 0 --handshake-port 29550" in text

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -23,11 +24,11 @@ from trio_vllm import (
     SamplingParams,
     open_client,
 )
-from trio_vllm.cli.child_process import ProcessFailedError
 from trio_vllm.cli.mock_options import MockOptions
 from trio_vllm.cli.mock_processes import serve_in_processes, shares
 from trio_vllm.client import OutputStream
 from trio_vllm.mock import MockEngineConfig, ServeOptions, serve_mock_engines
+from trio_vllm.processes import ProcessFailedError
 
 SUMMARY = re.compile(r"(?m)^\S+ \S+ INFO summary: (.*) tokens_per_second=\d+ (.*)$")
 
@@ -283,7 +284,7 @@ async def test_the_failure_of_an_engine_ends_all(address: str) -> None:
     assert log.count("mock-engine: ") == 1
 
 
-def options_for(address: str, **options: object) -> MockOptions:
+def options_for(address: str, **options: Any) -> MockOptions:
     return MockOptions.of(handshake_address=address, engine_count=3, processes=2, **options)
 
 

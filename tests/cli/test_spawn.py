@@ -12,11 +12,11 @@ import pytest
 from tests.cli import fake_engine
 from tests.proc import is_alive
 
-from trio_vllm.cli.child_process import EndTimes
 from trio_vllm.cli.llm_smoke import main
 from trio_vllm.cli.smoke_options import GenerateOptions
 from trio_vllm.cli.smoke_runner import run_smokes
 from trio_vllm.cli.smokes import generate
+from trio_vllm.processes import EndTimes
 
 ENGINE = [sys.executable, "-u", fake_engine.__file__]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trio_vllm.cli.llm_smoke import app, main
-from trio_vllm.cli.smoke_options import address_in, substitute_address
+from trio_vllm.spawn import address_in, substitute_address
 
 
 def parsed(*tokens: str) -> Any:
@@ -32,7 +32,7 @@ def refused(capsys: pytest.CaptureFixture[str], *tokens: str) -> str:
 COMMON = {
     "handshake_address": None,
     "engine_count": 1,
-    "model": "Qwen/Qwen3-0.6B",
+    "model": None,
     "host": "127.0.0.1",
     "client_index": 0,
     "ready_timeout": 30.0,
@@ -329,7 +329,7 @@ def test_module_needs_a_command(arguments: list[str]) -> None:
 )
 def test_the_address_that_a_command_names(command: list[str], address: str | None) -> None:
     """It is found if there is only one that it can be."""
-    assert address == address_in(command)
+    assert address_in(command) == address
 
 
 def test_placeholders_are_substitute_address() -> None:

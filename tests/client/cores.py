@@ -44,6 +44,9 @@ class RecordingSink:
         assert not self.is_over
         self.token_ids += token_ids
 
+    def add_raw_logprobs(self, *_: object) -> bool:
+        return False
+
     def add_output(self, output: EngineCoreOutput, timestamp: float, version: str | None) -> None:
         assert not self.is_over
         self.token_ids += output.new_token_ids

@@ -93,6 +93,26 @@ def test_an_engine_has_one_connection_and_a_connection_one_engine() -> None:
     assert connections.claim(8, 0)
 
 
+def test_an_output_corrects_a_name() -> None:
+    connections = EngineConnections([0, 1])
+    assert connections.claim(7, 0)
+    assert not connections.claim(8, 0)
+
+    assert not connections.claim(7, 1)
+    assert connections.claim(7, 1, has_output=True)
+    assert connections.engine_of(7) == 1
+    assert connections.claim(8, 0)
+
+
+def test_nothing_corrects_an_output() -> None:
+    connections = EngineConnections([0, 1])
+    assert connections.claim(7, 0, has_output=True)
+
+    assert not connections.claim(7, 1, has_output=True)
+    assert not connections.claim(8, 0, has_output=True)
+    assert [connections.is_proved(connection) for connection in (7, 8)] == [True, False]
+
+
 def test_no_connection_becomes_that_of_an_engine_that_is_none() -> None:
     connections = EngineConnections([0, 1])
 

@@ -370,7 +370,7 @@ def test_request_is_refused(field: str, refused: EngineCoreRequest) -> None:
     with pytest.raises(InvalidFieldError) as caught:
         check_request(refused, LIMITS)
 
-    assert field == caught.value.field
+    assert caught.value.field == field
 
 
 @pytest.mark.parametrize(
@@ -459,7 +459,7 @@ def test_unsupported_field_is_told_apart(
     with pytest.raises(UnsupportedFieldError) as caught:
         check_request(refused, limits)
 
-    assert field == caught.value.field
+    assert caught.value.field == field
 
 
 @pytest.mark.parametrize(

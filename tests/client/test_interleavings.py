@@ -229,7 +229,7 @@ class Play:
         """It has ended once, for a reason that it had, with the tokens of the engine it was on."""
         engine = self.net.engines[sink.engine_index]
         expected = expected_tokens(engine.core, sink.request)
-        assert expected[: len(sink.token_ids)] == sink.token_ids
+        assert sink.token_ids == expected[: len(sink.token_ids)]
         assert sink.is_over
         if sink.end is FinishReason.LENGTH:
             assert sink.token_ids == expected

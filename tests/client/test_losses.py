@@ -81,6 +81,20 @@ async def test_outputs_that_were_under_way_still_arrive(autojump_clock: MockCloc
             await anext(finishing)
 
 
+async def test_a_client_that_stood_still_goes_on(autojump_clock: MockClock) -> None:
+    """Its clock has jumped by an hour; nothing that came meanwhile is lost, nor is an engine."""
+    async with open_world() as world:
+        stream = OutputStream("r")
+        world.client.driver.submit(make_request(), stream)
+        await world.engine.send(make_output([7]))
+        autojump_clock.jump(3600)
+        await world.engine.send(make_output([8], finish_reason=FinishReason.LENGTH))
+
+        assert [item.output.new_token_ids async for item in stream] == [[7], [8]]
+        assert world.client.is_healthy
+        world.assert_tidy()
+
+
 async def test_nothing_can_be_asked_of_the_only_engine_while_its_outputs_trickle_in(
     autojump_clock: MockClock,
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import trio
 from tests.client.world import World, make_output, make_request, open_world
@@ -141,7 +143,8 @@ async def test_a_client_that_is_behind_lets_requests_wait(
     batch_size: int, autojump_clock: MockClock
 ) -> None:
     """Until it has caught up, however many messages that takes."""
-    async with open_world(driver_options={"batch_size": batch_size}) as world:
+    options = {"batch_size": batch_size, "slice_time": math.inf}  # however slow this machine is
+    async with open_world(driver_options=options) as world:
         stream = Resubmitting("first")
         stream.world = world
         world.client.driver.submit(make_request("first", 100), stream)

@@ -138,7 +138,7 @@ async def test_who_waits_asks_again_for_one_that_was_cancelled() -> None:
             first.cancel_scope.cancel()
         await wait_all_tasks_blocked()
         again = world.engine.call()
-        assert "get_supported_tasks" == asked.method == again.method
+        assert asked.method == again.method == "get_supported_tasks"
         await world.engine.answer(asked.call_id, ["classify"])  # late, for nobody
         assert ends == []
         await world.engine.answer(again.call_id, ["embed"])

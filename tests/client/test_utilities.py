@@ -228,7 +228,7 @@ async def test_every_method_fails_with_the_engine(
             await call(client)
 
     assert [name for name, _ in engines.calls[0]] == [method]
-    assert method == caught.value.method
+    assert caught.value.method == method
     assert caught.value.failures == {1: f"Call to {method} method failed: no memory"}
     assert caught.value.succeeded == [0]
 
@@ -242,7 +242,7 @@ async def test_every_method_has_a_limit(autojump_clock: trio.testing.MockClock) 
         with pytest.raises(UtilityTimeoutError) as caught:
             await client.is_sleeping(timeout=3)
 
-    assert begin + 3 == trio.current_time()
+    assert trio.current_time() == begin + 3
     assert caught.value.missing_engines == [0]
 
 
@@ -354,7 +354,7 @@ async def test_both_pauses_share_one_limit(autojump_clock: trio.testing.MockCloc
         with pytest.raises(UtilityTimeoutError, match="pause_scheduler"):
             await client.pause_generation(timeout=3)
 
-    assert begin + 3 == trio.current_time()
+    assert trio.current_time() == begin + 3
 
 
 async def test_wrong_pause_mode(autojump_clock: trio.testing.MockClock) -> None:

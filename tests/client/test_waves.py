@@ -16,6 +16,7 @@ from tests.ready import ready_response
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_vllm.client import EngineCoreClient, OutputStream, run_client
+from trio_vllm.client.waves import RESUBSCRIBE_GRACE
 from trio_vllm.errors import DecodeError, EngineDeadError
 from trio_vllm.protocol import (
     COORDINATOR_READY,
@@ -96,7 +97,7 @@ async def open_lockstep(
         for index in range(2)
     }
     coordination: LeaderChannels | FollowerChannels = (
-        LeaderChannels(client_sends, subscriptions, client_receives)
+        LeaderChannels(client_sends, subscriptions, client_receives, frozenset({40, 41}))
         if leads
         else FollowerChannels(client_receives, client_sends)
     )
@@ -146,6 +147,70 @@ async def test_connection_of_an_engine_that_is_back(autojump_clock: MockClock) -
         ready, wave = world.sent()
         assert ready == [COORDINATOR_READY]
         assert decode_coordinator_broadcast(wave) == StartDpWave(3, None)
+
+
+async def test_an_engine_that_hears_no_broadcasts_is_lost_with_all(
+    autojump_clock: MockClock,
+) -> None:
+    """It would not be woken, and the others would wait for it."""
+    async with open_lockstep(leads=True) as world:
+        begin = trio.current_time()
+        world.disconnects.send_nowait(Disconnect(connection=40))
+        await trio.sleep(RESUBSCRIBE_GRACE / 2)
+        assert world.client.is_healthy
+
+        error = await world.client.wait_failed()
+
+        assert trio.current_time() - begin == pytest.approx(RESUBSCRIBE_GRACE)
+        assert isinstance(error, EngineDeadError)
+        assert "coordinator" in str(error)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+async def test_an_engine_that_subscribes_again_is_not_lost(
+    autojump_clock: MockClock, is_first: bool
+) -> None:
+    """Whichever of the two is heard of first: the break, or the new connection."""
+    async with open_lockstep(leads=True) as world:
+
+        async def lose(connection: int) -> None:
+            world.disconnects.send_nowait(Disconnect(connection=connection))
+            await wait_all_tasks_blocked()
+
+        if not is_first:
+            await lose(40)
+        attrs.evolve(world.subscriptions, connection=42).send_nowait([SUBSCRIBE])
+        await wait_all_tasks_blocked()
+        if is_first:
+            await lose(40)
+        await trio.sleep(2 * RESUBSCRIBE_GRACE)
+
+        assert world.client.is_healthy
+
+
+async def test_a_stranger_that_subscribes_and_leaves_hurts_nobody(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_lockstep(leads=True) as world:
+        attrs.evolve(world.subscriptions, connection=99).send_nowait([SUBSCRIBE])
+        await wait_all_tasks_blocked()
+        for connection in (99, 98):
+            world.disconnects.send_nowait(Disconnect(connection=connection))
+        await trio.sleep(2 * RESUBSCRIBE_GRACE)
+
+        assert world.client.is_healthy
+
+
+@pytest.mark.parametrize("size", [1, 2])
+async def test_engines_without_waves_need_no_broadcasts(
+    autojump_clock: MockClock, size: int
+) -> None:
+    """Only in lockstep does one wait for the other."""
+    async with open_lockstep(leads=True, data_parallel_size=size) as world:
+        world.disconnects.send_nowait(Disconnect(connection=40))
+        await trio.sleep(2 * RESUBSCRIBE_GRACE)
+
+        assert world.client.is_healthy == (size == 1)
 
 
 BAD_NOTICES: dict[str, Sequence[bytes]] = {

@@ -32,7 +32,7 @@ async def test_many_requests_at_once_get_their_own_tokens() -> None:
         output = outputs[f"r{number}"]
         mock = mocks[output.completions[0].engine_index]
         request = make_request(f"r{number}", max_tokens=1 + number % 9)
-        assert expected_tokens(mock, request) == output.token_ids
+        assert output.token_ids == expected_tokens(mock, request)
         assert output.finish_reason is FinishReason.LENGTH
 
 

@@ -66,7 +66,7 @@ async def test_the_pooled_prompt() -> None:
             output.finish_reason,
         ) == ("e", [1, 2], FinishReason.STOP)
         assert output.data is not None
-        assert VALUES.tolist() == output.data.tolist()
+        assert output.data.tolist() == VALUES.tolist()
         usage = output.completion.usage
         assert usage is not None
         assert (usage.prompt_tokens, usage.output_tokens, usage.cached_tokens) == (2, 0, 1)

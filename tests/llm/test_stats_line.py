@@ -11,11 +11,10 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from tests.client.world import World, make_output, open_world
+from tests.client.world import World, hand_driven, make_output
 from tests.llm.world import make_prompt
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from trio_vllm.client import EngineCoreClient
 from trio_vllm.errors import ConfigurationError
 from trio_vllm.llm import Llm, open_llm
 from trio_vllm.llm.observers import Observer
@@ -29,24 +28,14 @@ from trio_vllm.protocol import (
     SchedulerStats,
     SpecDecodingStats,
 )
-from trio_vllm.transport import HandshakeOwner
 
 
 @asynccontextmanager
-async def open_llm_in_memory(
-    monkeypatch: pytest.MonkeyPatch, **options: Any
-) -> AsyncIterator[tuple[Llm, World]]:
+async def open_llm_in_memory(**options: Any) -> AsyncIterator[tuple[Llm, World]]:
     """What `open_llm` gives, over two engines in memory."""
-    async with open_world(2) as world:
-
-        @asynccontextmanager
-        async def open_client(*_: object, **__: object) -> AsyncIterator[EngineCoreClient]:
-            yield world.client
-
-        monkeypatch.setattr("trio_vllm.llm.llm.open_client", open_client)
-        mode = HandshakeOwner(handshake_address="tcp://127.0.0.1:1")
-        async with open_llm(mode, **options) as llm:
-            yield llm, world
+    source = hand_driven(2)
+    async with open_llm(source, **options) as llm:
+        yield llm, World(llm.client, source.engines, source.stranger)
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
@@ -60,11 +49,9 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
     return found
 
 
-async def test_the_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, autojump_clock: MockClock
-) -> None:
+async def test_the_line(caplog: pytest.LogCaptureFixture, autojump_clock: MockClock) -> None:
     caplog.set_level(logging.DEBUG)
-    async with open_llm_in_memory(monkeypatch, stats_interval=10) as (llm, world):
+    async with open_llm_in_memory(stats_interval=10) as (llm, world):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(llm.generate, make_prompt(max_tokens=99))
             await wait_all_tasks_blocked()
@@ -108,7 +95,7 @@ async def test_the_line(
 
 
 async def test_the_line_of_an_engine_with_all_features(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, autojump_clock: MockClock
+    caplog: pytest.LogCaptureFixture, autojump_clock: MockClock
 ) -> None:
     caplog.set_level(logging.DEBUG)
     half = SpecDecodingStats(
@@ -119,7 +106,7 @@ async def test_the_line_of_an_engine_with_all_features(
         num_accepted_tokens_per_pos=[2, 1],
     )
     other_half = attrs.evolve(half, num_accepted_tokens_per_pos=[2, 1, 1])
-    async with open_llm_in_memory(monkeypatch, stats_interval=2) as (llm, world):
+    async with open_llm_in_memory(stats_interval=2) as (llm, world):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(llm.generate, make_prompt())
             await wait_all_tasks_blocked()
@@ -157,10 +144,10 @@ async def test_the_line_of_an_engine_with_all_features(
 
 
 async def test_an_engine_without_statistics_is_not_shown_as_idle(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, autojump_clock: MockClock
+    caplog: pytest.LogCaptureFixture, autojump_clock: MockClock
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    async with open_llm_in_memory(monkeypatch, stats_interval=2):
+    async with open_llm_in_memory(stats_interval=2):
         await trio.sleep(2.5)
 
     throughput = "prompt throughput 0.0 tokens/s, generation throughput 0.0 tokens/s"
@@ -168,26 +155,24 @@ async def test_an_engine_without_statistics_is_not_shown_as_idle(
 
 
 async def test_there_is_none_unless_asked_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, autojump_clock: MockClock
+    caplog: pytest.LogCaptureFixture, autojump_clock: MockClock
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    async with open_llm_in_memory(monkeypatch):
+    async with open_llm_in_memory():
         await trio.sleep(1_000)
 
     assert lines(caplog) == []
 
 
 @pytest.mark.parametrize("interval", [0, -1, math.nan])
-async def test_an_interval_that_makes_no_sense(
-    monkeypatch: pytest.MonkeyPatch, interval: float
-) -> None:
+async def test_an_interval_that_makes_no_sense(interval: float) -> None:
     with pytest.raises(ConfigurationError, match="stats_interval"):
-        async with open_llm_in_memory(monkeypatch, stats_interval=interval):
+        async with open_llm_in_memory(stats_interval=interval):
             raise AssertionError("it was opened")
 
 
 async def test_metrics_and_the_line_do_not_mind_each_other(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, autojump_clock: MockClock
+    caplog: pytest.LogCaptureFixture, autojump_clock: MockClock
 ) -> None:
     class Counting(Observer):
         count = 0
@@ -198,7 +183,7 @@ async def test_metrics_and_the_line_do_not_mind_each_other(
     caplog.set_level(logging.DEBUG)
     metrics = Counting()
     options = {"observers": [metrics], "stats_interval": 1}
-    async with open_llm_in_memory(monkeypatch, **options) as (_, world):
+    async with open_llm_in_memory(**options) as (_, world):
         await world.engines[0].report(running=1)
         await trio.sleep(1.5)
 
@@ -206,7 +191,7 @@ async def test_metrics_and_the_line_do_not_mind_each_other(
     assert len(lines(caplog)) == 1
 
 
-async def test_what_the_block_raises_comes_out_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_the_block_raises_comes_out_as_it_is() -> None:
     with pytest.raises(ZeroDivisionError):
-        async with open_llm_in_memory(monkeypatch, stats_interval=1):
+        async with open_llm_in_memory(stats_interval=1):
             raise ZeroDivisionError

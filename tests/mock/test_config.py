@@ -9,7 +9,13 @@ import pytest
 
 from trio_vllm import ConfigurationError
 from trio_vllm.mock import MockEngineConfig, Summary, ready_response
-from trio_vllm.protocol import decode_ready_response, encode_ready_response
+from trio_vllm.mock.engine import data_parallel_size
+from trio_vllm.protocol import (
+    EngineAddresses,
+    HandshakeInit,
+    decode_ready_response,
+    encode_ready_response,
+)
 
 
 @pytest.mark.parametrize(
@@ -95,5 +101,17 @@ def test_summaries_add_up() -> None:
 
     assert one + other == Summary(2, 40, 6, 8, 10, 10.0, 30.0)
     assert one == one + Summary()
-    assert 2.0 == one.tokens_per_second == (one + other).tokens_per_second
+    assert one.tokens_per_second == (one + other).tokens_per_second == 2.0
     assert Summary().tokens_per_second == 0.0
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"), [(4, 4), (1, 1), (None, 3), (-5, 3), (0, 3), (2**16 + 1, 3), ("4", 3)]
+)
+def test_size_of_a_lockstep(said: int | str | None, expected: int) -> None:
+    """A frontend that says nonsense is not believed; the registration could not even be written."""
+    settings: dict[str, Any] = {} if said is None else {"data_parallel_size": said}
+    addresses = EngineAddresses(inputs=["tcp://a:1"], outputs=["tcp://a:2"])
+    init = HandshakeInit(addresses=addresses, parallel_config=settings)
+
+    assert data_parallel_size(init, 3) == expected

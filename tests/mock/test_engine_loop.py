@@ -16,6 +16,7 @@ from trio.testing import wait_all_tasks_blocked
 from trio_vllm.concurrency import running
 from trio_vllm.mock import MockEngine, MockEngineConfig
 from trio_vllm.mock.runner import EngineRunner, Lockstep, RunnerLimits
+from trio_vllm.mock.scheduler import MAX_LAG
 from trio_vllm.protocol import (
     COORDINATOR_READY,
     DpControlOutput,
@@ -255,6 +256,21 @@ async def test_steps_keep_their_pace(autojump_clock: trio.testing.MockClock) -> 
         await frontend.until_finished("a")
 
         assert trio.current_time() - begin == pytest.approx(10.0, abs=1e-6)
+
+
+async def test_a_process_that_stood_still_does_not_catch_up(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """A minute's steps at once would be a flood."""
+    limits = RunnerLimits(clock=trio.current_time)
+    async with engine_behind(step_interval=0.01, limits=limits) as frontend:
+        begin = trio.current_time()
+        frontend.add("a", 1001)
+        await trio.sleep(0.005)
+        autojump_clock.jump(60)
+        await frontend.until_finished("a")
+
+        assert trio.current_time() - begin == pytest.approx(70.0, abs=MAX_LAG + 0.01)
 
 
 async def test_steps_can_be_slowed_down(autojump_clock: trio.testing.MockClock) -> None:

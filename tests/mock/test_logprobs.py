@@ -95,7 +95,7 @@ def test_prompts(length: int, wanted: int) -> None:
     found = first.new_prompt_logprobs_tensors
     assert found is not None
     columns = 1001 if wanted == -1 else wanted + 1
-    assert (length - 1, columns) == found.token_ids.shape == found.logprobs.shape
+    assert found.token_ids.shape == found.logprobs.shape == (length - 1, columns)
     assert {np.dtype("<i4"), np.dtype("<f4")} == {
         found.token_ids.dtype,
         found.logprobs.dtype,

@@ -59,7 +59,7 @@ def test_the_first_output_tells_of_the_prefill(driver: Driver) -> None:
     told = [(event.type, event.timestamp) for event in first.events]
     assert told == [(EventType.QUEUED, 100.25), (EventType.SCHEDULED, 101.25)]
     assert first.prefill_stats is not None
-    assert 300 == first.prefill_stats.num_prompt_tokens == first.prefill_stats.num_computed_tokens
+    assert first.prefill_stats.num_prompt_tokens == first.prefill_stats.num_computed_tokens == 300
     assert first.prefill_stats.num_cached_tokens == 0
     assert all(output.events is None and output.prefill_stats is None for output in rest)
 

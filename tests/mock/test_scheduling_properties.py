@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.mock.replay import Json, OracleReplay
 
@@ -39,7 +39,7 @@ OPERATIONS = st.lists(
 
 
 @st.composite
-def settings(draw: st.DrawFn) -> Json:
+def engine_settings(draw: st.DrawFn) -> Json:
     """Options under which a request of the model's length fits."""
     block_size = draw(st.sampled_from([1, 3, 4, 16]))
     fewest = -(-MAX_MODEL_LEN // block_size) + 1
@@ -83,9 +83,9 @@ class Watched(OracleReplay):
         return super()._record(step, rows, extras, sampled)
 
 
-def run(settings: Json, operations: list[tuple[Any, ...]], *, fast_path: bool) -> Watched:
+def run(options: Json, operations: list[tuple[Any, ...]], *, fast_path: bool) -> Watched:
     """Perform all, and then step until nothing is left to do."""
-    replay = Watched(settings, fast_path=fast_path)
+    replay = Watched(options, fast_path=fast_path)
     for number, (name, *arguments) in enumerate(operations):
         if name == "add":
             arguments = [{**arguments[0], "id": f"r{number}"}]
@@ -95,12 +95,13 @@ def run(settings: Json, operations: list[tuple[Any, ...]], *, fast_path: bool) -
     return replay
 
 
-@given(settings(), OPERATIONS)
+@settings(deadline=None)
+@given(engine_settings(), OPERATIONS)
 def test_all_requests_end_and_all_blocks_come_back(
-    settings: Json, operations: list[tuple[Any, ...]]
+    options: Json, operations: list[tuple[Any, ...]]
 ) -> None:
     """Whatever happens on the way; and the fast path makes no difference."""
-    replay = run(settings, operations, fast_path=True)
+    replay = run(options, operations, fast_path=True)
     assert not replay.scheduler.has_work
     assert all(one.status is RequestStatus.FINISHED for one in replay.order.values())
     assert replay.cache.usage == 0.0
@@ -112,4 +113,4 @@ def test_all_requests_end_and_all_blocks_come_back(
         delivered = sum(row[1] for row in rows if row[0] == name)
         assert (count, delivered) == (1, request.num_tokens - request.num_prompt_tokens)
         assert replay.left[request] == 0
-    assert replay.steps == run(settings, operations, fast_path=False).steps
+    assert replay.steps == run(options, operations, fast_path=False).steps

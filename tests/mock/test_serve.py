@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -43,7 +44,7 @@ from trio_vllm.protocol import (
     decode_report,
     encode_init,
 )
-from trio_vllm.transport import engine as engine_module
+from trio_vllm.transport import EngineLingers
 from trio_vllm.transport.zmq_context import open_context
 
 TIMEOUT = 10.0
@@ -70,13 +71,14 @@ def owner(options: ServeOptions) -> HandshakeOwner:
     )
 
 
-async def generate(client: EngineCoreClient, request_id: str, max_tokens: int) -> FinishReason:
+def make_request(request_id: str, max_tokens: int) -> EngineCoreRequest:
     params = SamplingParams(max_tokens=max_tokens)
-    request = EngineCoreRequest(
-        request_id=request_id, prompt_token_ids=[1, 2], sampling_params=params
-    )
+    return EngineCoreRequest(request_id=request_id, prompt_token_ids=[1, 2], sampling_params=params)
+
+
+async def generate(client: EngineCoreClient, request_id: str, max_tokens: int) -> FinishReason:
     count = 0
-    async with client.call(request) as outputs:
+    async with client.call(make_request(request_id, max_tokens)) as outputs:
         async for delivered in outputs:
             output = delivered.output
             count += len(output.new_token_ids)
@@ -183,6 +185,29 @@ async def test_the_next_frontend_is_served_as_well(
     assert "finish_reason=length" in lines
 
 
+async def test_a_lost_frontend_leaves_nothing(folder: Path) -> None:
+    """Its requests count as aborted, and what they took is freed although collections are rare."""
+    serving = Serving(options_for(folder))
+    gc.collect()
+    gc.disable()
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(serving.run)
+            for life in range(4):
+                async with open_client(owner(serving.options)) as client:
+                    async with client.call(make_request(f"life {life}", 10_000_000)) as outputs:
+                        await anext(outputs)
+                        count = sum(isinstance(o, MockEngine) for o in gc.get_objects())
+                        assert count <= 2  # the last one may still be at its end
+                        client.close()
+            serving.shutdown.set()
+    finally:
+        gc.enable()
+
+    assert serving.summary is not None
+    assert (serving.summary.requests, serving.summary.aborted) == (4, 4)
+
+
 async def test_without_reconnect_the_loss_of_the_frontend_is_the_end(folder: Path) -> None:
     """It is said which engine noticed."""
     serving = Serving(options_for(folder, engine_count=2, reconnect=False))
@@ -270,8 +295,9 @@ async def test_a_shutdown_does_not_wait_for_a_stuck_frontend(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which takes no outputs, not even those that tell it."""
-    limits = ServeLimits(output_high_water_mark=1, last_outputs_time=0.1)
-    monkeypatch.setattr(engine_module, "OUTPUT_LINGER", 0.1)
+    limits = ServeLimits(
+        output_high_water_mark=1, last_outputs_time=0.1, lingers=EngineLingers(outputs=0.1)
+    )
     post = EngineRunner.post
     is_stuck = trio.Event()
 

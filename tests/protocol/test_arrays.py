@@ -188,7 +188,7 @@ def test_bad_array_is_refused(form: Codec[Any], raw: Any, where: str) -> None:
     with pytest.raises(CodecError) as caught:
         form.decode(raw, FRAMES)
 
-    assert where == caught.value.where
+    assert caught.value.where == where
 
 
 @pytest.mark.parametrize("shape", [[0, 2**19, 2**40], [2**40, 0], [0] * 32], ids=str)
@@ -241,7 +241,7 @@ def test_inconsistent_tensor_is_not_written(tensor: Tensor, where: str) -> None:
     with pytest.raises(CodecError) as caught:
         TENSOR.encode(tensor, [])
 
-    assert where == caught.value.where
+    assert caught.value.where == where
 
 
 @pytest.mark.parametrize(

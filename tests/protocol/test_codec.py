@@ -39,7 +39,6 @@ from trio_vllm.protocol.codec import (
     optional,
 )
 from trio_vllm.protocol.msgpack import pack, unpack
-from trio_vllm.protocol.multimodal import FIELD
 from trio_vllm.protocol.output import ENGINE_CORE_OUTPUT
 from trio_vllm.protocol.request import EngineCoreRequest
 from trio_vllm.protocol.sampling import RepetitionDetectionParams
@@ -244,7 +243,7 @@ def test_bad_structs(codec: Codec[Point], raw: Any, where: str) -> None:
     with pytest.raises(CodecError) as caught:
         codec.decode(raw, [])
 
-    assert where == caught.value.where
+    assert caught.value.where == where
 
 
 @pytest.mark.parametrize("cls", [ArrayPoint, Point, SparsePoint])
@@ -392,9 +391,9 @@ def test_shortest_output() -> None:
 )
 def test_bad_multimodal_field_is_not_written(kwargs: dict[str, Any], where: str) -> None:
     with pytest.raises(CodecError) as caught:
-        FIELD.encode(MultiModalField("flat", kwargs), [])
+        codec_of(MultiModalField).encode(MultiModalField("flat", kwargs), [])
 
-    assert where == caught.value.where
+    assert caught.value.where == where
 
 
 def test_what_cannot_be_packed_is_a_form_error() -> None:

@@ -70,13 +70,13 @@ def value_or_decode_error(reader: Callable[[Any], Any], message: Any) -> None:
 
 
 @given(st.lists(st.binary(max_size=40), max_size=4))
-def test_bytes(frames: Frames) -> None:
+def test_random_bytes_raise_only_decode_errors(frames: Frames) -> None:
     for reader in READERS:
         value_or_decode_error(reader, frames)
 
 
 @given(packable(), st.lists(st.binary(max_size=8), max_size=2))
-def test_objects(raw: Any, aux: Frames) -> None:
+def test_random_objects_raise_only_decode_errors(raw: Any, aux: Frames) -> None:
     for reader in READERS:
         value_or_decode_error(reader, [pack(raw), *aux])
 

@@ -67,7 +67,7 @@ def test_bad_report_is_refused(raw: Any, where: str) -> None:
     with pytest.raises(DecodeError) as caught:
         decode_report([pack(raw)])
 
-    assert where == caught.value.where
+    assert caught.value.where == where
 
 
 ADDRESSES = EngineAddresses(inputs=["tcp://h:1"], outputs=["tcp://h:2"])
@@ -107,7 +107,7 @@ def test_bad_init_is_refused(raw: Any, where: str) -> None:
     with pytest.raises(DecodeError) as caught:
         decode_init([pack(raw)])
 
-    assert where == caught.value.where
+    assert caught.value.where == where
 
 
 def test_ready_response_arrives() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.protocol.comparing import same, unpacked
 from tests.protocol.packing import pack
 
@@ -24,6 +26,7 @@ from trio_vllm.protocol import (
     IterationDetails,
     KvCacheEvictionEvent,
     Logprobs,
+    OutputsMessage,
     PerfStats,
     PrefillStats,
     PrefixCacheStats,
@@ -44,6 +47,7 @@ from trio_vllm.protocol import (
     plain_token_ids,
     row_request_id,
 )
+from trio_vllm.protocol.structs import codec_of
 
 
 def full_output() -> EngineCoreOutput:
@@ -186,7 +190,7 @@ def test_bug_of_an_engine_is_a_form_error(outputs: Any, where: str) -> None:
     with pytest.raises(CodecError) as caught:
         encode_outputs(outputs)
 
-    assert where == caught.value.where
+    assert caught.value.where == where
 
 
 def test_farewell() -> None:
@@ -239,15 +243,55 @@ BAD_OUTPUTS: list[tuple[Any, str]] = [
 ]
 
 
+@given(
+    st.tuples(
+        st.sampled_from([0, 7, 2**32 - 1, 2**32, -1, True, None, 1.0]),
+        st.sampled_from([[], [ROW], None, {}]),
+        st.sampled_from([None, {"num_running_reqs": 1}]),
+        st.sampled_from([0.0, 1.5, 3, None, "now"]),
+        st.sampled_from([None, [1]]),
+        st.sampled_from([None, ["r"], []]),
+        st.sampled_from([None, 4]),
+        st.sampled_from([None, 4]),
+        st.sampled_from([None, "default", 1]),
+        st.just("unknown"),
+    ),
+    st.integers(0, 10),
+)
+def test_every_batch_is_what_its_declaration_says(raw: tuple[Any, ...], length: int) -> None:
+    """Those without peculiarities, which are read in a shorter way, too."""
+    array = list(raw[:length])
+    try:
+        message = codec_of(OutputsMessage).decode(array, [])
+    except CodecError:
+        with pytest.raises(DecodeError):
+            decode_outputs_lazily([pack(array)])
+        return
+    if message.utility_output is not None or message.wave_complete or message.start_wave:
+        return
+
+    batch = decode_outputs_lazily([pack(array)])
+
+    assert isinstance(batch, UndecodedBatch)
+    assert batch.engine_index == message.engine_index
+    assert batch.rows == message.outputs
+    assert (batch.timestamp, batch.has_stats) == (
+        message.timestamp,
+        message.scheduler_stats is not None,
+    )
+    assert batch.finished_requests == message.finished_requests
+    assert batch.weight_version == message.weight_version
+
+
 @pytest.mark.parametrize(("raw", "where"), BAD_OUTPUTS)
 def test_bad_outputs_are_refused(raw: Any, where: str) -> None:
     with pytest.raises(DecodeError) as caught:
         decode_outputs([pack(raw)])
 
     assert caught.value.what == "outputs"
-    assert where == caught.value.where
+    assert caught.value.where == where
     index = raw[0] if type(raw) is list and type(raw[0]) is int else None
-    assert index == caught.value.engine_index
+    assert caught.value.engine_index == index
     assert caught.value.request_id is None
 
 
@@ -330,7 +374,7 @@ def test_bad_row_hurts_only_its_request(raw: Any, where: str) -> None:
     assert batch.decode_row(batch.rows[0]).request_id == "good"
     with pytest.raises(DecodeError) as caught:
         batch.decode_row(batch.rows[1])
-    assert where == caught.value.where
+    assert caught.value.where == where
     assert caught.value.engine_index == 4
     assert caught.value.request_id == row_request_id(raw)
 

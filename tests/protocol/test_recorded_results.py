@@ -92,8 +92,8 @@ def test_tokens_and_finish_of_each_request(scenario: Recording) -> None:
             lengths = lengths[:11] + lengths[31:]
         assert token_ids == [i for part in parts for i in part.new_token_ids]
         assert lengths == [len(part.new_token_ids) for part in parts]
-        assert expected["finish_reason"] == parts[-1].finish_reason
-        assert expected["stop_reason"] == parts[-1].stop_reason
+        assert parts[-1].finish_reason == expected["finish_reason"]
+        assert parts[-1].stop_reason == expected["stop_reason"]
         assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [
             expected["finish_reason"] is not None
         ]
@@ -113,7 +113,7 @@ def test_log_probabilities_are_exact(scenario: Recording) -> None:
         sampled = [part.new_logprobs for part in parts if part.new_logprobs is not None]
         wide = [logprobs.token_ids.shape[1] for logprobs in sampled]
         if "logprob_columns_on_wire" in expected:
-            assert expected["logprob_columns_on_wire"] == wide
+            assert wide == expected["logprob_columns_on_wire"]
         columns = max(wide, default=0) if params.logprobs is None else params.logprobs + 1
         assert unviewed(expected.get("logprobs", [])) == [
             record for logprobs in sampled for record in records(logprobs.cut(columns))
@@ -208,11 +208,11 @@ def test_addresses_of_the_init_message(scenario: Recording) -> None:
     addresses = ("coordinator_input", "coordinator_output", "frontend_stats_publish_address")
 
     for expected, init in zip(scenario.expected["init_reply"], inits, strict=True):
-        assert expected["addresses"]["inputs"] == init.addresses.inputs
-        assert expected["addresses"]["outputs"] == init.addresses.outputs
+        assert init.addresses.inputs == expected["addresses"]["inputs"]
+        assert init.addresses.outputs == expected["addresses"]["outputs"]
         for name in addresses:
-            assert expected["addresses"].get(name) == getattr(init.addresses, name)
-        assert expected["parallel_config"] == init.parallel_config
+            assert getattr(init.addresses, name) == expected["addresses"].get(name)
+        assert init.parallel_config == expected["parallel_config"]
 
 
 @each_version
@@ -317,7 +317,7 @@ def test_pooled_embedding(version: str) -> None:
             output.pooling_output.dtype,
             output.pooling_output.shape,
         )
-        assert expected["values"] == output.pooling_output.numpy().tolist()
+        assert output.pooling_output.numpy().tolist() == expected["values"]
 
 
 @with_expected("finish_reason")

@@ -136,7 +136,7 @@ def test_bad_request_is_refused_by_its_id(fields: dict[str, Any], where: str) ->
     with pytest.raises(DecodeError) as caught:
         decode_engine_message(add(**fields))
 
-    assert where == caught.value.where
+    assert caught.value.where == where
     assert caught.value.what == "an ADD message"
     assert caught.value.request_id == (None if "request_id" in fields else "r")
 

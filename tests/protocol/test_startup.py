@@ -40,7 +40,7 @@ def test_one_engine_as_it_should_be() -> None:
     startup = FrontendStartup([0])
     assert state(startup) == (Phase.HELLO, 3)
 
-    assert EngineId.of(0) == startup.receive_report(frames(0, HELLO))
+    assert startup.receive_report(frames(0, HELLO)) == EngineId.of(0)
     assert state(startup) == (Phase.READY, 2)
 
     assert startup.receive_registration(registration(0)) == 0
@@ -137,7 +137,7 @@ def test_restart_before_ready_gets_init_again() -> None:
     startup.receive_report(frames(0, HELLO))
     startup.lose_handshake(0)
 
-    assert EngineId.of(0) == startup.receive_report(frames(0, HELLO))
+    assert startup.receive_report(frames(0, HELLO)) == EngineId.of(0)
 
     assert startup.notes == ["engine 0 left before it was READY", "engine 0 said HELLO again"]
     assert startup.steps_missing == 2
@@ -164,7 +164,7 @@ def test_lost_engine_starts_over() -> None:
     assert (startup.phase, startup.missing(Phase.HELLO)) == (Phase.HELLO, [0, 1])
     assert startup.ready_responses == {}
     assert startup.notes == ["engine 0 was lost during startup"]
-    assert EngineId.of(0) == startup.receive_report(frames(0, HELLO))
+    assert startup.receive_report(frames(0, HELLO)) == EngineId.of(0)
 
 
 # The coordinator's gate --------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def test_unexpected_report(message: list[bytes], note: str) -> None:
     (noted,) = startup.notes
     assert note in noted
     assert startup.steps_missing == 6
-    assert EngineId.of(0) == startup.receive_report(frames(0, HELLO))
+    assert startup.receive_report(frames(0, HELLO)) == EngineId.of(0)
 
 
 UNEXPECTED_REGISTRATIONS = {

@@ -65,3 +65,11 @@ def test_bad_addresses_say_what_is_wrong(address: str, complaint: str) -> None:
     assert repr(address) in str(caught.value)
     assert complaint in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_address_that_is_too_long_for_a_line() -> None:
+    """A peer told it; who reads the error needs its beginning."""
+    with pytest.raises(ConfigurationError) as caught:
+        parse_endpoint("tcp://" + "h" * 100_000 + ":5555", port_required=True)
+
+    assert str(caught.value) == f"address 'tcp://{'h' * 34}'… has 100011 characters"

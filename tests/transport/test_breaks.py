@@ -157,7 +157,7 @@ async def test_engine_is_told_of_its_clients_connections(
                     frontend.handshake.address,
                     engine_index=0,
                     ready_response=lambda _: ready_response(0),
-                    heartbeat_timeout=0.6,
+                    heartbeat_timeout=2.0,
                 ) as channels,
             ):
                 channels.outputs[0].send_nowait([b"output"])

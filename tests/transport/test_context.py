@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 import trio
-import zmq
 from tests.transport.peers import ANY_PORT, LIMIT
 from tests.transport.startup import footprint, until
 from trio.testing import wait_all_tasks_blocked
 
 from trio_vllm.errors import ConfigurationError
 from trio_vllm.transport.zmq_context import IO_THREADS, SocketType, ZmqContext, open_context
-from trio_vllm.transport.zmq_socket import ZERO_COPY_SIZE, ZmqSocket
+from trio_vllm.transport.zmq_socket import BUDGETED_SIZE, ZERO_COPY_SIZE, ZmqSocket
 
 
 async def test_late_listener_gets_the_last_message_within_the_linger(tmp_path: Path) -> None:
@@ -245,11 +244,12 @@ async def test_send_high_water_mark_bounds_what_waits(context: ZmqContext, tmp_p
         push.send_nowait([b"one too many"])
 
 
-async def test_of_large_messages_fewer_wait(context: ZmqContext, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [BUDGETED_SIZE, ZERO_COPY_SIZE])
+async def test_of_large_messages_fewer_wait(context: ZmqContext, tmp_path: Path, size: int) -> None:
     """And a sender that waits goes on when the peer has taken some."""
-    push = context.socket(SocketType.PUSH, send_high_water_mark=100, send_budget=4 * ZERO_COPY_SIZE)
+    push = context.socket(SocketType.PUSH, send_high_water_mark=100, send_budget=4 * size)
     push.connect(address := f"ipc://{tmp_path}/socket")
-    large: list[bytes | memoryview] = [bytes(ZERO_COPY_SIZE), memoryview(b"in two frames")]
+    large: list[bytes | memoryview] = [bytes(size), memoryview(b"in two frames")]
 
     assert send_until_full(push, large) == 4
     assert send_until_full(push, [b"small"]) == 96
@@ -290,8 +290,7 @@ async def test_there_is_no_bound_otherwise(context: ZmqContext, tmp_path: Path) 
     while received < 3000:
         received += len(await pull.receive_batch(3000))
 
-    options = {option: pull._raw.get(option) for option in (zmq.RCVHWM, zmq.SNDHWM)}
-    assert options == {zmq.RCVHWM: 0, zmq.SNDHWM: 0}
+    assert received == 3000
 
 
 async def test_xpub_reports_repeated_subscriptions(context: ZmqContext) -> None:

@@ -69,7 +69,7 @@ async def test_address_in_use_is_named() -> None:
         with pytest.raises(AddressInUseError) as caught:
             context.socket(SocketType.ROUTER).bind(address)
 
-    assert address == caught.value.address
+    assert caught.value.address == address
     assert address in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -159,7 +159,7 @@ async def test_inherited_listener_is_adopted(context: ZmqContext, backlog: int) 
     if backlog:
         push.connect(address)
 
-    assert address == pull.bind(ANY_PORT, listener=listener.detach())
+    assert pull.bind(ANY_PORT, listener=listener.detach()) == address
 
     if not backlog:
         push.connect(address)

@@ -32,11 +32,11 @@ from trio_vllm.protocol import (
     encode_init,
 )
 from trio_vllm.transport import (
+    EngineLingers,
     FrontendChannels,
     FrontendDisconnect,
     join_frontend,
 )
-from trio_vllm.transport import engine as _engine
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
 from trio_vllm.transport.zmq_monitor import set_linger
 from trio_vllm.transport.zmq_socket import ZmqSocket
@@ -74,7 +74,7 @@ async def take_ready(frontend: RawFrontend) -> None:
     identity, payload = await frontend.handshake.receive()
     report = decode_report([payload])
     assert (report.status, report.local, report.headless) == (HandshakeStatus.READY, False, True)
-    assert EngineId.of(3) == identity
+    assert identity == EngineId.of(3)
 
 
 def joining(address: str, timeout: float = math.inf, **options: Any) -> Any:
@@ -416,23 +416,20 @@ async def test_cancelling_leaves_nothing_behind(tmp_path: Path) -> None:
     assert await cancel_everywhere(run) > 5
 
 
-async def test_waiting_for_a_frontend_is_left_at_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(_engine, "READY_LINGER", LIMIT)
+async def test_waiting_for_a_frontend_is_left_at_once(tmp_path: Path) -> None:
     begin = trio.current_time()
     with trio.move_on_after(0.1):
-        async with joining(f"ipc://{tmp_path}/nobody"):
+        async with joining(f"ipc://{tmp_path}/nobody", lingers=EngineLingers(ready=LIMIT)):
             raise AssertionError("it did not fail")
 
     assert trio.current_time() - begin < LIMIT / 2
 
 
-async def leave_with_outputs(frontend: RawFrontend, *, client_lives: bool) -> float:
+async def leave_with_outputs(frontend: RawFrontend, *, client_lives: bool, **options: Any) -> float:
     """Send many outputs and leave; gives the seconds that took."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(answer, frontend)
-        async with joining(frontend.handshake.address) as links:
+        async with joining(frontend.handshake.address, **options) as links:
             if not client_lives:
                 frontend.inputs[0].close()
                 frontend.outputs[0].close()
@@ -451,12 +448,12 @@ async def test_last_outputs_get_out(frontend: RawFrontend) -> None:
             assert await frontend.outputs[0].receive() == [b"%d" % number]
 
 
-async def test_leaving_does_not_wait_for_a_client_that_is_gone(
-    monkeypatch: pytest.MonkeyPatch, frontend: RawFrontend
-) -> None:
-    monkeypatch.setattr(_engine, "OUTPUT_LINGER", LIMIT)
+async def test_leaving_does_not_wait_for_a_client_that_is_gone(frontend: RawFrontend) -> None:
+    lingers = EngineLingers(outputs=LIMIT)
     with trio.fail_after(LIMIT):
-        assert await leave_with_outputs(frontend, client_lives=False) < LIMIT / 2
+        seconds = await leave_with_outputs(frontend, client_lives=False, lingers=lingers)
+
+    assert seconds < LIMIT / 2
 
 
 async def test_output_high_water_mark(frontend: RawFrontend, tmp_path: Path) -> None:

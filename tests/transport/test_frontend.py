@@ -37,7 +37,6 @@ from trio_vllm.transport import (
     EngineChannels,
     HandshakeOwner,
 )
-from trio_vllm.transport import frontend as _frontend
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
 
 Script = Callable[[], Awaitable[object]]
@@ -630,7 +629,7 @@ async def test_handshake_address_in_use() -> None:
             async with HandshakeOwner(handshake_address=address).connect():
                 raise AssertionError("it did not fail")
 
-    assert address == caught.value.address
+    assert caught.value.address == address
     assert str(caught.value) == f"address {address} is already in use"
 
 
@@ -795,14 +794,11 @@ async def test_last_request_gets_out(engine: RawEngine, address: str) -> None:
             assert await engine.input.receive() == [b"\x01", b"%d" % number]
 
 
-async def test_leaving_does_not_wait_for_a_dead_engine(
-    monkeypatch: pytest.MonkeyPatch, engine: RawEngine, address: str
-) -> None:
-    monkeypatch.setattr(_frontend, "REQUEST_LINGER", LIMIT)
+async def test_leaving_does_not_wait_for_a_dead_engine(engine: RawEngine, address: str) -> None:
     with trio.fail_after(LIMIT):
         async with (
             beside(engine.start),
-            HandshakeOwner(handshake_address=address).connect() as links,
+            HandshakeOwner(handshake_address=address).connect(linger=LIMIT) as links,
         ):
             engine.die()
             await links.disconnects.receive()

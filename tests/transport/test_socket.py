@@ -318,6 +318,20 @@ async def test_numbers_in_a_batch(context: ZmqContext) -> None:
         assert [frames[1] for frames, _ in received if frames[0] == name] == [b"0", b"1", b"2"]
 
 
+async def test_what_zeromq_says_itself_came_by_no_connection(context: ZmqContext) -> None:
+    """An XPUB is told of the end of a subscription whose connection broke."""
+    publisher, subscriber = context.socket(SocketType.XPUB), context.socket(SocketType.XSUB)
+    context.track_connections(publisher)
+    subscriber.connect(publisher.bind(ANY_PORT))
+    subscriber.send_nowait([b"\x01"])
+    with trio.fail_after(LIMIT):
+        ((frames, connection),) = await publisher.receive_batch(1)
+        assert (frames, connection is None) == ([b"\x01"], False)
+        subscriber.close()
+
+        assert await publisher.receive_batch(1) == [([b"\x00"], None)]
+
+
 @pytest.mark.parametrize("kind", [SocketType.ROUTER, SocketType.PULL, SocketType.XPUB])
 @pytest.mark.parametrize("junk", [b"\x02\x00a" + b"\x06\x00hello", b"\x01\x00" + b"\x02\x00\x01"])
 async def test_junk_does_not_pass_for_a_message(

@@ -55,6 +55,7 @@ def new_app(name: str, description: str, **options: Any) -> App:
         name=name,
         help=description,
         version=lambda: importlib.metadata.version("trio-vllm"),
+        version_flags=["--version", "-V"],
         config=[Env(_variable_prefix(name), command=False), read_config_file],
         default_parameter=Parameter(negative=(), show_env_var=False, show_default=_shown_default),
         backend="trio",

@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from trio_vllm.cli.app import WRONG_USAGE, invoke, new_app
 from trio_vllm.cli.smoke_options import (
     AllOptions,
+    BenchOptions,
     GenerateOptions,
     LogprobsOptions,
     SmokeOptions,
@@ -70,6 +71,15 @@ async def all_smokes(*command: Command, options: Annotated[AllOptions, Flat] = A
     With --spawn and --mock each gets fresh engines, otherwise all share one connection.
     """
     return await _run(options, command, "generate", "utility", "logprobs")
+
+
+@app.command(validator=check_usage)
+async def bench(*command: Command, options: Annotated[BenchOptions, Flat] = BenchOptions()) -> int:
+    """Send a load to the engines, and report latencies and throughput."""
+    from trio_vllm.cli.bench import bench as run_bench
+    from trio_vllm.cli.smoke_runner import run_smokes
+
+    return await run_smokes(options, command, {"bench": run_bench})
 
 
 async def _run(options: SmokeOptions, command: Sequence[str], *names: str) -> int:

@@ -220,16 +220,27 @@ async def run_load(
             slots.release()
         on_end(record)
 
-    async with trio.open_nursery() as nursery:
+    async def send_all(nursery: trio.Nursery) -> None:
+        await trio.lowlevel.checkpoint()
         for number, planned in enumerate(requests):
             if number >= count or planned.time > duration:
-                break
+                return
             await trio.sleep_until(begin + planned.time)
             if slots is not None:
                 await slots.acquire()
             if trio.current_time() - begin > duration:
-                break
+                return
             nursery.start_soon(measure, planned)
+
+    failure: Exception | None = None
+    async with trio.open_nursery() as nursery:
+        try:
+            await send_all(nursery)
+        except (OSError, TraceError) as error:  # of the trace; bare, and not in a group
+            failure = error
+            nursery.cancel_scope.cancel(reason="the plan cannot be read on")
+    if failure is not None:
+        raise failure
     return LoadResult(records, trio.current_time() - begin)
 
 

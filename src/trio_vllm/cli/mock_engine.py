@@ -36,6 +36,8 @@ async def run(
     processes: Annotated[
         int, Parameter(validator=Number(gte=1, lte=2**16), group=GROUPS["Engines"])
     ] = 1,
+    like: Annotated[str | None, Parameter(group=GROUPS["Scheduling"])] = None,
+    profile: Annotated[Path | None, Parameter(group=GROUPS["Scheduling"])] = None,
     config: Path | None = None,
     debug: bool = False,
     **options: Any,
@@ -44,13 +46,17 @@ async def run(
 
     Args:
       processes: How many processes they are spread over, since one can use no more than one core.
+      like: Schedule and take time as a known engine; other options win. Bounds from data sheets:
+        llama-3.1-8b-h100, llama-3.1-8b-a100, llama-3.1-8b-l4, llama-3.1-70b-8xh100.
+      profile: A TOML file in the form of such a profile.
       config: A TOML file with options.
       debug: Print the traceback of a failure.
     """
     from trio_vllm.cli.mock_processes import run_mock_engines
 
     # ``config`` was read by the app.
-    return await run_mock_engines(MockOptions.of(processes=processes, debug=debug, **options))
+    given = MockOptions.of(processes=processes, like=like, profile=profile, debug=debug, **options)
+    return await run_mock_engines(given)
 
 
 def main(tokens: Sequence[str] | None = None) -> int:

@@ -20,17 +20,29 @@ import attrs
 from cyclopts import Group, Parameter, Token
 
 from trio_vllm import ConfigurationError
-from trio_vllm.mock import MockEngineConfig, ServeOptions
+from trio_vllm.mock import MockEngineConfig, ServeOptions, parse_duration
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-SECTIONS = ("Engines", "Tokens", "What the engines say of themselves", "Life")
+SECTIONS = (
+    "Engines",
+    "Tokens",
+    "Scheduling",
+    "Time of a step",
+    "Time of a request",
+    "What the engines say of themselves",
+    "Life",
+)
 """The headings of the help, in order."""
 GROUPS = {title: Group(title, sort_key=number) for number, title in enumerate(SECTIONS)}
 
 
 def _split(_type: Any, tokens: Sequence[Token]) -> tuple[str, ...]:
     return tuple(name for token in tokens for name in token.value.split(","))
+
+
+def _duration(_type: Any, tokens: Sequence[Token]) -> float:
+    return parse_duration(tokens[0].value)
 
 
 def _with_no_limit(value: float) -> str:
@@ -41,8 +53,14 @@ SPECIAL = {
     "supported_tasks": Parameter(converter=_split, show_default=",".join),
     "startup_timeout": Parameter(show_default=_with_no_limit),
     "reconnect": Parameter(negative="--no-reconnect"),
+    "schedule": Parameter(negative="--no-schedule", show_default=False),
+    "enable_chunked_prefill": Parameter(negative="--no-enable-chunked-prefill"),
+    "enable_prefix_caching": Parameter(negative="--no-enable-prefix-caching"),
 }
 """What cannot be told from a field."""
+
+NUMBERS = {"time_factor_under_load", "time_scale"}
+"""Options that are no durations."""
 
 HIDDEN = {"enable_sleep_mode"}
 """Fields that are not options of the command."""
@@ -79,6 +97,10 @@ def _docstrings(*classes: type[Any]) -> dict[str, str]:
     return found
 
 
+def _is_duration(field: attrs.Attribute[Any], hint: Any) -> bool:
+    return hint is float and field.name not in NUMBERS
+
+
 def _option(field: attrs.Attribute[Any], hint: Any, doc: str) -> inspect.Parameter:
     if field.name == "supported_tasks":
         hint = str  # one text, separated by commas
@@ -87,6 +109,7 @@ def _option(field: attrs.Attribute[Any], hint: Any, doc: str) -> inspect.Paramet
         Parameter(help=doc),
         _checked(field),
         Parameter(group=GROUPS[title]) if title else Parameter(),
+        Parameter(converter=_duration) if _is_duration(field, hint) else Parameter(),
         SPECIAL.get(field.name, Parameter()),
     )
     return inspect.Parameter(
@@ -125,12 +148,20 @@ class MockOptions:
     debug: bool = False
 
     @classmethod
-    def of(cls, **options: Any) -> MockOptions:
+    def of(
+        cls, *, like: str | None = None, profile: Path | None = None, **options: Any
+    ) -> MockOptions:
         """Options by their names.
+
+        Args:
+          like: A profile of the package, whose options hold where none are given.
+          profile: The file of another one.
+          options: All others.
 
         Raises:
           ConfigurationError: They make sense one by one, but not together.
         """
+        options = {**_options_of_profile(like, profile), **options}
         engine = {name: options.pop(name) for name in _names(MockEngineConfig) & options.keys()}
         serving = {name: options.pop(name) for name in _names(ServeOptions) & options.keys()}
         return cls(engine=MockEngineConfig(**engine), serving=ServeOptions(**serving), **options)
@@ -156,6 +187,17 @@ class MockOptions:
         if "supported_tasks" in options:
             options["supported_tasks"] = tuple(options["supported_tasks"])
         return cls.of(**options)
+
+
+def _options_of_profile(like: str | None, profile: Path | None) -> dict[str, Any]:
+    if like is not None and profile is not None:
+        raise ConfigurationError("--like and --profile exclude each other.")
+    name = profile if like is None else like
+    if name is None:
+        return {}
+    from trio_vllm.mock import load_profile
+
+    return load_profile(name)
 
 
 def _names(cls: type[Any]) -> set[str]:

@@ -37,15 +37,15 @@ from trio_vllm.cli.app import (
     print_traceback,
     until_stopped,
 )
-from trio_vllm.cli.child_process import (
+from trio_vllm.cli.mock_options import MockOptions
+from trio_vllm.concurrency import running
+from trio_vllm.processes import (
     ChildProcess,
     EndTimes,
     ProcessFailedError,
     child_process,
     end_in_words,
 )
-from trio_vllm.cli.mock_options import MockOptions
-from trio_vllm.concurrency import running
 
 if TYPE_CHECKING:  # several processes come up faster if this one leaves the engines to them
     from trio_vllm.mock import Summary

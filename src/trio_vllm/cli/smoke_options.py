@@ -5,7 +5,6 @@ Names and defaults are those of the ``external_engine_*`` examples of vLLM's Rus
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -23,9 +22,6 @@ READY_TIMEOUT = 30.0
 
 SPAWN_READY_TIMEOUT = 600.0
 """Seconds; upstream's for loading a model. A command that ends earlier is noticed at once."""
-
-PORT = "{port}"
-ADDRESS = "{address}"
 
 OUTPUT = Group("Output", sort_key=9)
 
@@ -61,7 +57,7 @@ class SmokeOptions:
     then what COMMAND names."""
     engine_count: Annotated[int, _at_least(1, MAX_ENGINES)] = 1
     """How many engines to wait for."""
-    model: str = "Qwen/Qwen3-0.6B"
+    model: str | None = None
     """A label to print; the engines know their model."""
     host: Annotated[str, Parameter(validator=_check_host)] = "127.0.0.1"
     """Interface for requests and outputs, as the engines reach it."""
@@ -157,6 +153,80 @@ class AllOptions(UtilityOptions, PromptOptions):
         return kind(**{name: value for name, value in values.items() if value is not None})
 
 
+LOAD = Group("Load", sort_key=5)
+RESULTS = Group("Results", sort_key=6)
+
+
+def _check_limits(_type: Any, limits: Sequence[str]) -> None:
+    for limit in limits:
+        if not re.fullmatch(r"(ttft|tpot|e2el):[0-9.]+", limit):
+            raise ValueError("Must be ttft:MS, tpot:MS or e2el:MS.")
+
+
+def _check_percentiles(_type: Any, values: Sequence[float]) -> None:
+    if not all(0 <= value <= 100 for value in values):
+        raise ValueError("Must be from 0 to 100.")
+
+
+def _check_ratio(_type: Any, value: float) -> None:
+    if not 0 <= value < 1:
+        raise ValueError("Must be from 0 up to, but without, 1.")
+
+
+Seconds = Parameter(validator=_check_seconds, group=LOAD)
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class BenchOptions(SmokeOptions):
+    """What ``bench`` needs besides; names and defaults are those of ``vllm bench serve``."""
+
+    num_prompts: Annotated[int | None, _at_least(1), Parameter(group=LOAD)] = None
+    """How many requests to send. [default: 1000, or what the trace or the duration gives]"""
+    duration: Annotated[float, Seconds] = math.inf
+    """Seconds after which no more are sent."""
+    request_rate: Annotated[float, Seconds] = math.inf
+    """Requests per second; inf is as fast as --max-concurrency allows."""
+    burstiness: Annotated[float, Seconds] = 1.0
+    """How evenly they come: 1 is a Poisson process, less comes in bursts, inf at fixed intervals."""
+    max_concurrency: Annotated[int | None, _at_least(1), Parameter(group=LOAD)] = None
+    """How many may be in flight."""
+    input_len: Annotated[int, _at_least(1), Parameter(group=LOAD)] = 1024
+    """Prompt tokens besides the common prefix."""
+    output_len: Annotated[int, _at_least(1), Parameter(group=LOAD)] = 128
+    """Tokens to generate."""
+    range_ratio: Annotated[float, Parameter(validator=_check_ratio, group=LOAD)] = 0.0
+    """Lengths are drawn from this fraction below to this fraction above."""
+    prefix_len: Annotated[int, _at_least(0), Parameter(group=LOAD)] = 0
+    """Tokens that all prompts begin with."""
+    vocab_size: Annotated[int, _at_least(1), Parameter(group=LOAD)] = 1000
+    """Prompts are made of token ids below this number."""
+    seed: Annotated[int, _at_least(0), Parameter(group=LOAD)] = 0
+    """Of lengths, tokens and times."""
+    trace: Annotated[Path | None, Parameter(group=LOAD)] = None
+    """A recorded load in place of a random one: Mooncake's JSON lines, or BurstGPT's .csv."""
+    trace_speed: Annotated[float, Seconds] = 1.0
+    """How much faster than recorded."""
+    num_warmups: Annotated[int, _at_least(0), Parameter(group=LOAD)] = 0
+    """Requests that are sent first and not counted."""
+    percentiles: Annotated[
+        tuple[float, ...],
+        Parameter(validator=_check_percentiles, group=RESULTS, name="--metric-percentiles"),
+    ] = (99.0,)
+    """Of each latency, from 0 to 100; can be given several times."""
+    goodput: Annotated[tuple[str, ...], Parameter(validator=_check_limits, group=RESULTS)] = ()
+    """A limit in milliseconds, as ttft:200, tpot:50 or e2el:3000; requests that keep all of them
+    count for request_goodput."""
+    result_file: Annotated[Path | None, Parameter(group=RESULTS)] = None
+    """Write the figures and those of each request there, in the form of ``vllm bench serve``."""
+    plot: Annotated[Path | None, Parameter(group=RESULTS)] = None
+    """Draw latencies over time into this file; needs matplotlib."""
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The limits of `goodput` by name."""
+        return {name: float(ms) for name, _, ms in (item.partition(":") for item in self.goodput)}
+
+
 OPTIONS: dict[str, type[SmokeOptions]] = {
     "generate": GenerateOptions,
     "utility": UtilityOptions,
@@ -177,39 +247,7 @@ def check_usage(command: Sequence[str] = (), options: SmokeOptions = DEFAULTS) -
     if options.handshake_address is None and not options.mock:
         if not options.spawn:
             raise ValueError("--handshake-address is needed, or --mock, or --spawn.")
+        from trio_vllm.spawn import address_in
+
         if address_in(command) is None:
             raise ValueError("The command names no port: give --handshake-address.")
-
-
-def address_in(command: Sequence[str]) -> str | None:
-    """The handshake address that an engine's command line names; None if it names none.
-
-    That is a placeholder for it, or else an address, vLLM's options for it, or the one number that
-    does not follow an option. For a placeholder it is an address with a placeholder.
-    """
-    if any(PORT in argument or ADDRESS in argument for argument in command):
-        return f"tcp://127.0.0.1:{PORT}"
-    for argument in command:
-        if address := re.search(r"(?:^|=)((?:tcp|ipc)://.+)", argument):
-            return address[1]
-    if port := _value_of("--data-parallel-rpc-port", command):
-        host = _value_of("--data-parallel-address", command) or "127.0.0.1"
-        return f"tcp://{host}:{port}"
-    numbers = [
-        argument
-        for before, argument in itertools.pairwise(command)
-        if re.fullmatch("[0-9]+", argument) and not before.startswith("-")
-    ]
-    return f"tcp://127.0.0.1:{numbers[0]}" if len(numbers) == 1 else None
-
-
-def _value_of(option: str, command: Sequence[str]) -> str | None:
-    """What follows an option, after a space or an equals sign."""
-    found = re.search(rf"^{option}[\n=](.+)$", "\n".join(command), re.MULTILINE)
-    return found and found[1]
-
-
-def substitute_address(command: Sequence[str], address: str) -> list[str]:
-    """The command with the handshake address in the place of its placeholders."""
-    port = address.rpartition(":")[2]
-    return [argument.replace(PORT, port).replace(ADDRESS, address) for argument in command]

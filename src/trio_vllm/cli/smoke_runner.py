@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
-import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
+from functools import partial
 
 import attrs
 import trio
 
-from trio_vllm import EngineCoreClient, EngineCoreError, HandshakeOwner, Llm, open_llm
+from trio_vllm import (
+    EngineCoreClient,
+    EngineCoreError,
+    HandshakeOwner,
+    Llm,
+    SpawnedEngine,
+    open_llm,
+    spawn_engine,
+)
 from trio_vllm.cli.app import (
     FAILED,
     OutputError,
@@ -24,23 +36,21 @@ from trio_vllm.cli.app import (
     until_stopped,
     write_output,
 )
-from trio_vllm.cli.child_process import EndTimes, ProcessFailedError, child_process, end_in_words
-from trio_vllm.cli.smoke_options import PORT, SmokeOptions, address_in, substitute_address
+from trio_vllm.cli.smoke_options import SmokeOptions
 from trio_vllm.cli.smokes import Report, Smoke, SmokeError
 from trio_vllm.concurrency import running
 from trio_vllm.mock import MockEngineConfig, ServeOptions, serve_mock_engines
+from trio_vllm.processes import EndTimes
+from trio_vllm.spawn import SPAWNED_END, free_port
 
 NAME = "llm-smoke"
-
-SPAWNED_END = EndTimes(normal=5.0, hurried=0.3)
-"""How long spawned engines may take to end; a command that is stopped has a second at most."""
 
 
 class EnginesEndedError(Exception):
     """Engines of ours ended while they were needed."""
 
 
-EXPECTED = (EngineCoreError, EnginesEndedError, OSError, ProcessFailedError, SmokeError)
+EXPECTED = (EngineCoreError, EnginesEndedError, OSError, SmokeError)
 """What engines, the system or the user can cause; all else is a bug of ours."""
 
 
@@ -99,73 +109,63 @@ class _Run:
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[tuple[Llm, str]]:
         """Start the engines, if they are ours to start, and connect; gives the address too."""
-        address = self._handshake_address()
-        mode = HandshakeOwner(
-            handshake_address=address,
-            engine_count=self.options.engine_count,
-            host=self.options.host,
-            ready_timeout=self.options.ready_timeout,
-        )
         engines = RequiredEngines()
         async with AsyncExitStack() as stack:
-            if self.options.spawn:
-                await stack.enter_async_context(self._spawned_engine(address, engines.ended))
-            if self.options.mock:
-                count = self.options.engine_count
-                await stack.enter_async_context(mock_engines(address, count, engines.ended))
+            mode = await stack.enter_async_context(self._engine_source(engines))
             stack.enter_context(engines.needed_by_block())
             client_index = self.options.client_index
             llm = await stack.enter_async_context(open_llm(mode, client_index=client_index))
             try:
-                yield llm, address
+                yield llm, mode.handshake_address
             finally:
                 engines.needed_no_more()
 
     @asynccontextmanager
-    async def _spawned_engine(
-        self, address: str, on_end: Callable[[str], None]
-    ) -> AsyncIterator[None]:
-        command = substitute_address(self.command, address)
-        last_line = ""
+    async def _engine_source(
+        self, engines: RequiredEngines
+    ) -> AsyncIterator[HandshakeOwner | SpawnedEngine]:
+        options = self.options
+        if options.spawn:
+            async with self._spawned_engine() as spawned, running(partial(engines.watch, spawned)):
+                yield spawned
+            return
+        mode = HandshakeOwner(
+            handshake_address=options.handshake_address or f"tcp://127.0.0.1:{free_port()}",
+            engine_count=options.engine_count,
+            host=options.host,
+            ready_timeout=options.ready_timeout,
+        )
+        if not options.mock:
+            yield mode
+            return
+        async with mock_engines(mode.handshake_address, options.engine_count, engines.ended):
+            yield mode
 
-        def on_line(line: str) -> None:
-            nonlocal last_line
-            last_line = line
-            if self.options.verbose:
-                print_line("engine", line)
+    def _spawned_engine(self) -> AbstractAsyncContextManager[SpawnedEngine]:
+        def show(line: str) -> None:
+            print_line("engine", line)
 
-        async with child_process(
-            command[0],
-            command,
-            on_line=on_line,
-            own_session=True,
-            times=self.end_times,
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.STDOUT,
-        ) as process:
-
-            async def watch() -> None:
-                how = end_in_words(await process.wait())
-                said = f": {one_line(last_line)}" if last_line else ""
-                on_end(f"the engine command {how}{said}")
-
-            async with running(watch):
-                yield
-
-    def _handshake_address(self) -> str:
-        address = self.options.handshake_address
-        if address is None and self.options.spawn:
-            address = address_in(self.command)
-        address = address or f"tcp://127.0.0.1:{PORT}"
-        return address.replace(PORT, str(_free_port())) if PORT in address else address
+        return spawn_engine(
+            self.command,
+            engine_count=self.options.engine_count,
+            handshake_address=self.options.handshake_address,
+            host=self.options.host,
+            ready_timeout=self.options.ready_timeout,
+            on_line=show if self.options.verbose else None,
+            end_times=self.end_times,
+        )
 
     def _introduce(self, report: Report, client: EngineCoreClient, address: str) -> None:
-        report.put("model", self.options.model)
+        if self.options.model is not None:
+            report.put("model", self.options.model)
         report.put("handshake_address", address)
         report.put("engine_count", self.options.engine_count)
         report.put("input_address", client.input_address)
         report.put("output_address", client.output_address)
         report.put("engine_identities", [list(identity) for identity in client.engine_identities])
+        first, *_ = client.engine_info.ready_responses.values()
+        for fact in ("vllm_version", "dtype", "max_model_len", "num_gpu_blocks", "block_size"):
+            report.put(fact, getattr(first, fact))
 
     @contextmanager
     def _failing(self, *reports: Report) -> Iterator[None]:
@@ -182,7 +182,9 @@ class _Run:
             if self.options.debug:
                 print_traceback(error)
             for report in reports:
-                report.failure = report.failure or one_line(_reason(error))
+                if report.failure is None:
+                    report.failure = one_line(_reason(error))
+                    report.failure_kind = type(error).__name__
         for report in reports:
             if len(reports) == 1 or not report.seconds:
                 report.seconds = trio.current_time() - begin
@@ -213,6 +215,10 @@ class RequiredEngines:
             self._reason = reason
             self._scope.cancel(reason=reason)
 
+    async def watch(self, spawned: SpawnedEngine) -> None:
+        """Task: note the end of a command."""
+        self.ended(await spawned.wait_ended())
+
     def needed_no_more(self) -> None:
         """From now on the engines may end: some do when their frontend goes."""
         self._is_over = True
@@ -234,13 +240,6 @@ async def mock_engines(
 
     async with running(serve):
         yield
-
-
-def _free_port() -> int:
-    """A TCP port that nothing listens on; the engines must be told it before we bind it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # The verdict --------------------------------------------------------------------------------------

@@ -43,6 +43,8 @@ class Report:
     findings: dict[str, Any] = attrs.field(factory=dict, init=False)
     failure: str | None = attrs.field(default=None, init=False)
     """Why it has not passed; None while it may."""
+    failure_kind: str | None = attrs.field(default=None, init=False)
+    """The exception's name."""
     seconds: float = attrs.field(default=0.0, init=False)
 
     def put(self, name: str, value: Any, text: str | None = None) -> None:
@@ -61,6 +63,7 @@ class Report:
         verdict: dict[str, Any] = {"smoke": self.name, "passed": self.passed}
         if self.failure is not None:
             verdict["failure"] = self.failure
+            verdict["failure_kind"] = self.failure_kind
         return {**verdict, "seconds": round(self.seconds, 3), **_jsonable(self.findings)}
 
 

@@ -6,6 +6,7 @@ from trio_vllm.client.client import run_client as run_client
 from trio_vllm.client.core import ClientStatistics as ClientStatistics
 from trio_vllm.client.core import FrontendCore as FrontendCore
 from trio_vllm.client.driver import CoreDriver as CoreDriver
+from trio_vllm.client.engines import Engine as Engine
 from trio_vllm.client.engines import EngineInfo as EngineInfo
 from trio_vllm.client.engines import LeastLoaded as LeastLoaded
 from trio_vllm.client.engines import LeastWaiting as LeastWaiting

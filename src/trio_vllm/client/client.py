@@ -321,8 +321,10 @@ def _waves(channels: EngineChannels) -> WaveLeader | WaveFollower | None:
     info = EngineInfo.of(channels.ready_responses)
     is_lockstep = info.data_parallel_size > 1
     match channels.coordination:
-        case LeaderChannels():
-            return WaveLeader(info.ready_responses, is_lockstep=is_lockstep)
+        case LeaderChannels(subscribers=subscribers):
+            return WaveLeader(
+                info.ready_responses, is_lockstep=is_lockstep, subscribers=subscribers
+            )
         case FollowerChannels():
             must_notify = info.is_older_than(START_WAVE_RELEASE)
             return WaveFollower(is_lockstep=is_lockstep, must_notify=must_notify)

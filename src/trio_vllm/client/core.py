@@ -86,6 +86,7 @@ from trio_vllm.protocol import (
     decode_outputs_lazily,
     encode_utility,
     plain_token_ids,
+    raw_logprobs_of,
     row_request_id,
 )
 
@@ -482,13 +483,27 @@ class FrontendCore:
             message = decode_outputs_lazily(frames)
             if isinstance(message, EngineDead):
                 self._receive_sentinel(sender)
-            elif self._connections.claim(connection, message.engine_index):
+            elif self._claim(connection, message):
                 sender = message.engine_index
                 self._receive_from(self._engines.by_index[sender], message)
             else:
                 self._drop(FOR_OTHER_ENGINE)
         except DecodeError as error:
             self._receive_undecodable(sender, error)
+
+    def _claim(
+        self,
+        connection: int | None,
+        message: UndecodedBatch | UtilityCallOutput | DpControlOutput,
+    ) -> bool:
+        """Whether a message is of the engine that it names."""
+        connections, index = self._connections, message.engine_index
+        if connections.is_proved(connection):
+            return connections.engine_of(connection) == index
+        has_output = False
+        if isinstance(message, UndecodedBatch) and (engine := self._engines.by_index.get(index)):
+            has_output = any(row_request_id(row) in engine.requests for row in message.rows)
+        return connections.claim(connection, index, has_output=has_output)
 
     def _receive_from(
         self, engine: Engine, message: UndecodedBatch | UtilityCallOutput | DpControlOutput
@@ -522,11 +537,31 @@ class FrontendCore:
                         continue
                     else:
                         continue
+            elif self._receive_logprobs(engine, row, batch):
+                continue
             self._receive_row(engine, row, batch)
         if batch.finished_requests:
             self._receive_finished(engine, batch.finished_requests)
         if batch.has_stats:
             self._receive_stats(engine, batch)
+
+    def _receive_logprobs(self, engine: Engine, row: Any, batch: UndecodedBatch) -> bool:
+        """Hand over a row of one token with its log probabilities; False if it is another one."""
+        logprobs = raw_logprobs_of(row)
+        if logprobs is None or (request_id := row_request_id(row)) is None:
+            return False
+        sink = engine.requests.get(request_id)
+        if sink is None:
+            return False
+        try:
+            return sink.add_raw_logprobs(
+                row[1], logprobs, batch.frames, batch.timestamp, batch.weight_version
+            )
+        except OverflowError:
+            return False
+        except DecodeError as error:
+            self._fail_request(engine, request_id, error)
+            return True
 
     def _receive_row(self, engine: Engine, row: object, batch: UndecodedBatch) -> None:
         request_id = row_request_id(row)
@@ -613,10 +648,10 @@ class FrontendCore:
         except DecodeError as error:
             self._receive_undecodable(error.engine_index, error)
 
-    def receive_subscription(self, frames: Frames, _: int | None = None) -> None:
+    def receive_subscription(self, frames: Frames, connection: int | None = None) -> None:
         """Handle a new connection to the broadcasts of the coordinator, which we are."""
         assert isinstance(self._waves, WaveLeader)
-        self._coordination_sends += self._waves.receive_subscription(frames)
+        self._coordination_sends += self._waves.receive_subscription(frames, connection)
 
     def receive_publication(self, frames: Frames, _: int | None = None) -> None:
         """Handle a message from the coordinator in another process."""
@@ -639,6 +674,7 @@ class FrontendCore:
             engine_index = self._connections.engine_of(connection)
         if engine_index is None and isinstance(self._waves, WaveLeader):
             engine_index = self._waves.engine_of(connection)
+            self._waves.lose_connection(connection, now)
         if engine_index is not None:
             self._disconnect(self._engines.by_index[engine_index], now)
 
@@ -650,12 +686,17 @@ class FrontendCore:
     @property
     def next_deadline(self) -> float:
         """When `tick` should be called next; may be infinity."""
-        return min(self._engines.next_deadline, self._stall_check)
+        engines, waves = self._engines.next_deadline, self._waves
+        leader = waves.next_deadline if isinstance(waves, WaveLeader) else math.inf
+        return min(engines, leader, self._stall_check)
 
     def tick(self, now: float) -> None:
         """Mark those engines dead whose deadline has passed, and look for stalled ones."""
         for engine, cause in self._engines.expired(now):
             self._mark_dead(engine, CONNECTION_LOST, cause)
+        if isinstance(self._waves, WaveLeader) and (error := self._waves.expire(now)):
+            _log.error("%s", error)
+            self.fail(error)
         if self._stall_check <= now:
             self._check_stalls(now)
 

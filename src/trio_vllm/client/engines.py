@@ -262,10 +262,11 @@ class EngineTable:
 class EngineConnections:
     """Which engine is at the other end of each connection of a bound socket.
 
-    Anybody can connect to such a socket, so a message counts only if it came from an engine. A
+    Anybody can connect to such a socket, so a message counts only if it comes from an engine. A
     connection becomes an engine's with its first well-formed message that names the engine, which
-    has no other connection to this socket; it stays the engine's for good, since an engine whose
-    connection breaks is lost.
+    has no other connection to this socket. It stays the engine's, since an engine whose connection
+    breaks is lost; unless all that has come by it was a name, and then an output comes of a request
+    that another engine has, one without a connection: that is proof, the name was a mistake.
 
     A transport that does not tell connections apart gives None for each: then a message is taken
     for the engine's that it names.
@@ -274,22 +275,36 @@ class EngineConnections:
     def __init__(self, engine_indices: Iterable[int]) -> None:
         self._connection_of: dict[int, int | None] = dict.fromkeys(engine_indices)
         self._engine_of: dict[int | None, int] = {}
+        self._proved: set[int | None] = set()
 
     def engine_of(self, connection: int | None) -> int | None:
         """The index of the engine that a connection is known to belong to."""
         return self._engine_of.get(connection)
 
-    def claim(self, connection: int | None, engine_index: int) -> bool:
-        """Whether a well-formed message that names this engine, and came so, is the engine's."""
-        known = self._engine_of.get(connection)
-        if known is not None or engine_index not in self._connection_of:
-            return known == engine_index
+    def is_proved(self, connection: int | None) -> bool:
+        """Whether an output of a request of its engine has come by a connection."""
+        return connection in self._proved
+
+    def claim(self, connection: int | None, engine_index: int, *, has_output: bool = False) -> bool:
+        """Whether a well-formed message that names this engine, and came so, is the engine's.
+
+        ``has_output`` says whether it has an output of a request that the engine has.
+        """
+        if engine_index not in self._connection_of:
+            return False
         if connection is None:
             return True
-        if self._connection_of[engine_index] is not None:
-            return False
-        self._connection_of[engine_index] = connection
-        self._engine_of[connection] = engine_index
+        known = self._engine_of.get(connection)
+        if known != engine_index:
+            may_change = known is None or (has_output and connection not in self._proved)
+            if not may_change or self._connection_of[engine_index] is not None:
+                return False
+            if known is not None:
+                self._connection_of[known] = None
+            self._connection_of[engine_index] = connection
+            self._engine_of[connection] = engine_index
+        if has_output:
+            self._proved.add(connection)
         return True
 
 

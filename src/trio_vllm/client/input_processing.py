@@ -715,9 +715,10 @@ SMALLEST_VOCABULARY = 256
 
 
 def needs_vocab_size(request: EngineCoreRequest) -> bool:
-    """Whether `validate_and_encode` can vouch for this request only if it knows the vocabulary."""
-    if _reaches(request.prompt_token_ids):
-        return True
+    """Whether sampling parameters depend on the vocabulary.
+
+    A prompt's ids do too, but nearly every prompt would: they are checked if the size is known.
+    """
     params = request.sampling_params
     if not isinstance(params, EngineCoreSamplingParams):
         return False
@@ -731,11 +732,3 @@ def needs_vocab_size(request: EngineCoreRequest) -> bool:
 
 def _is_array(value: object) -> bool:
     return isinstance(value, np.ndarray)
-
-
-def _reaches(token_ids: Any) -> bool:
-    """Whether a prompt has an id that not every vocabulary has."""
-    try:
-        return max(token_ids, default=0) >= SMALLEST_VOCABULARY
-    except TypeError:
-        return False  # None, or no token ids at all

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from typing import Protocol
+from typing import Any, Protocol
 
 import attrs
 import trio
 
 from trio_vllm.concurrency import Waker
 from trio_vllm.errors import DecodeError, EngineCoreError, copy_error
-from trio_vllm.protocol import EngineCoreOutput
+from trio_vllm.protocol import EngineCoreOutput, Frames
 
 
 class Sink(Protocol):
@@ -32,6 +32,21 @@ class Sink(Protocol):
         ``timestamp`` is the engine's monotonic clock, ``version`` that of its weights. Raise
         `OverflowError` if one is no unsigned number of 32 bits, and take none of them then. Raise
         `DecodeError` (see `too_many_tokens`) to let the request fail.
+        """
+        ...
+
+    def add_raw_logprobs(
+        self,
+        token_ids: list[int],
+        logprobs: Any,
+        frames: Frames,
+        timestamp: float,
+        version: str | None,
+    ) -> bool:
+        """Take an output that is one token id and its log probabilities, if it can be taken so.
+
+        ``logprobs`` are as they were unpacked from ``frames`` (see `LogprobsCollector`). With False
+        the output comes again, decoded, by `add_output`. Raise as `add_tokens`.
         """
         ...
 
@@ -108,6 +123,9 @@ class OutputStream:
     def add_tokens(self, token_ids: list[int], timestamp: float, version: str | None) -> None:
         array("I").fromlist(token_ids)
         self.add_output(EngineCoreOutput(self.request_id, token_ids), timestamp, version)
+
+    def add_raw_logprobs(self, *_: object) -> bool:
+        return False  # its outputs are decoded, as the engine sent them
 
     def add_output(self, output: EngineCoreOutput, timestamp: float, version: str | None) -> None:
         self._token_count += len(output.new_token_ids)

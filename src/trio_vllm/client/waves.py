@@ -11,11 +11,12 @@ follower's go to the coordinator.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol, TypeAlias
 
 from trio_vllm.client.engines import EngineConnections
-from trio_vllm.errors import DecodeError
+from trio_vllm.errors import DecodeError, EngineDeadError
 from trio_vllm.protocol import (
     COORDINATOR_READY,
     SUBSCRIBE,
@@ -52,14 +53,37 @@ class WaveTracker(Protocol):
         ...
 
 
-class WaveLeader:
-    """Coordinates the engines: wakes those that wait when one of them has work."""
+RESUBSCRIBE_GRACE = 1.0
+"""Seconds that an engine has to connect to the broadcasts again, which ØMQ does in tenths of one."""
 
-    def __init__(self, engine_indices: Iterable[int], *, is_lockstep: bool) -> None:
-        """Without ``is_lockstep`` the engines have no waves, and are not to be woken."""
+
+class WaveLeader:
+    """Coordinates the engines: wakes those that wait when one of them has work.
+
+    A connection to the broadcasts does not tell whose it is. So if one breaks, and there are then
+    fewer that have subscribed than engines, one of them is deaf, and all would wait for it.
+    """
+
+    def __init__(
+        self,
+        engine_indices: Collection[int],
+        *,
+        is_lockstep: bool,
+        subscribers: Iterable[int] = (),
+    ) -> None:
+        """
+        Args:
+          engine_indices: The engines.
+          is_lockstep: Whether they have waves; else they are not to be woken.
+          subscribers: The connections that have subscribed to the broadcasts already.
+        """
         self._is_lockstep = is_lockstep
+        self._engine_count = len(engine_indices)
         self._connections = EngineConnections(engine_indices)
+        self._subscribers = set(subscribers)
         self._waves = Waves()
+        self.next_deadline = math.inf
+        """When the engines are lost, unless one subscribes that has lost its connection."""
 
     @property
     def current_wave(self) -> int:
@@ -94,11 +118,30 @@ class WaveLeader:
             raise DecodeError("a notice to the coordinator", "", reason)
         return _broadcasts(self._waves.receive_notice(notice))
 
-    def receive_subscription(self, frames: Frames) -> Messages:
+    def receive_subscription(self, frames: Frames, connection: int | None) -> Messages:
         """An engine's connection to the broadcasts is new; it may have missed some."""
         if frames != [SUBSCRIBE]:
             return []
+        if connection is not None:
+            self._subscribers.add(connection)
+        if len(self._subscribers) >= self._engine_count:
+            self.next_deadline = math.inf
         return [[COORDINATOR_READY], *_broadcasts(self._waves.receive_subscription())]
+
+    def lose_connection(self, connection: int | None, now: float) -> None:
+        """A connection broke; if it had subscribed, an engine may hear no broadcasts any more."""
+        if not self._is_lockstep or connection not in self._subscribers:
+            return
+        self._subscribers.remove(connection)
+        if len(self._subscribers) < self._engine_count:
+            self.next_deadline = min(self.next_deadline, now + RESUBSCRIBE_GRACE)
+
+    def expire(self, now: float) -> EngineDeadError | None:
+        """The deadline may have passed: gives the error for all that wait then."""
+        if now < self.next_deadline:
+            return None
+        self.next_deadline = math.inf
+        return EngineDeadError(None, "its connection to the coordinator was lost")
 
 
 def _check_notice(notice: DpControlOutput | None, current_wave: int) -> None:

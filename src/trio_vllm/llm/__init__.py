@@ -15,3 +15,5 @@ from trio_vllm.llm.output import Usage as Usage
 from trio_vllm.llm.output import WeightVersionSpan as WeightVersionSpan
 from trio_vllm.llm.request import EncodeRequest as EncodeRequest
 from trio_vllm.llm.request import GenerateRequest as GenerateRequest
+from trio_vllm.llm.statistics import EngineStatistics as EngineStatistics
+from trio_vllm.llm.statistics import LlmStatistics as LlmStatistics

@@ -14,7 +14,6 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import attrs
 import numpy as np
 
 from trio_vllm.client import too_many_tokens
@@ -29,13 +28,15 @@ from trio_vllm.llm.output import (
 )
 from trio_vllm.protocol import (
     Array,
+    CodecError,
     EngineCoreEvent,
     EngineCoreOutput,
     EngineCoreRequest,
     EngineCoreSamplingParams,
     EventType,
     FinishReason,
-    Logprobs,
+    Frames,
+    LogprobsCollector,
     Tensor,
 )
 
@@ -56,10 +57,12 @@ class Collector:
         "_interval",
         "_is_last_delivered",
         "_last",
+        "_logprobs",
         "_max_tokens",
         "_outputs_with_extras",
         "_params",
         "_pooled",
+        "_prompt_logprobs",
         "_prompt_tokens",
         "_remotely_cached_tokens",
         "_spans",
@@ -102,6 +105,8 @@ class Collector:
         self._token_ids = array("I")
         self._times = array("d")  # the engine's clock, one for each output with tokens
         self._outputs_with_extras: list[EngineCoreOutput] = []  # until they are delivered
+        self._logprobs: LogprobsCollector | None = None
+        self._prompt_logprobs: LogprobsCollector | None = None
         self._pooled: Tensor | None = None
         self._events: list[EngineCoreEvent] = []
         self._cached_tokens: int | None = None
@@ -132,11 +137,37 @@ class Collector:
         elif self._interval and len(self._token_ids) >= self._interval:
             self._waker.wake()
 
+    def add_raw_logprobs(
+        self,
+        token_ids: list[int],
+        logprobs: Any,
+        frames: Frames,
+        timestamp: float,
+        version: str | None,
+    ) -> bool:
+        if not self._sample_logprobs().add_raw(logprobs, frames):
+            return False
+        self.add_tokens(token_ids, timestamp, version)
+        return True
+
+    def _sample_logprobs(self) -> LogprobsCollector:
+        if self._logprobs is None:  # most requests want none
+            params = self._params or EngineCoreSamplingParams()
+            self._logprobs = LogprobsCollector(_columns(params.logprobs, params.logprob_token_ids))
+        return self._logprobs
+
     def add_output(self, output: EngineCoreOutput, timestamp: float, version: str | None) -> None:
         if output.new_token_ids:
             self.add_tokens(output.new_token_ids, timestamp, version)
+        if output.new_logprobs is not None:
+            self._sample_logprobs().add(output.new_logprobs)
+        if (prompt := output.new_prompt_logprobs_tensors) is not None:
+            if self._prompt_logprobs is None:
+                self._prompt_logprobs = LogprobsCollector(
+                    None if self._params is None else _columns(self._params.prompt_logprobs, None)
+                )
+            self._prompt_logprobs.add(prompt)
         if _has_extras(output):
-            output = self._without_foreign_columns(output)
             self._outputs_with_extras.append(output)
         if output.pooling_output is not None:
             self._pooled = output.pooling_output
@@ -148,18 +179,6 @@ class Collector:
             self._last = output
             self._end_time = self._clock()
             self._waker.wake()
-
-    def _without_foreign_columns(self, output: EngineCoreOutput) -> EngineCoreOutput:
-        """The output without the columns of logprobs that other requests of its step asked for."""
-        sample, prompt = output.new_logprobs, output.new_prompt_logprobs_tensors
-        params = self._params or EngineCoreSamplingParams()
-        if sample is not None:
-            sample = _cut(sample, params.logprobs, params.logprob_token_ids)
-        if prompt is not None:
-            prompt = _cut(prompt, params.prompt_logprobs, None)
-        if sample is output.new_logprobs and prompt is output.new_prompt_logprobs_tensors:
-            return output
-        return attrs.evolve(output, new_logprobs=sample, new_prompt_logprobs_tensors=prompt)
 
     def fail(self, error: EngineCoreError) -> None:
         self.error = error
@@ -233,6 +252,7 @@ class Collector:
             token_ids=self._take_tokens(),
             progress=self._progress(),
         )
+        self._add_logprobs(delta)
         if self._outputs_with_extras:
             self._add_extras(delta)
         if self._last is not None:
@@ -253,6 +273,7 @@ class Collector:
             progress=self._progress(),
             finish_reason=last.finish_reason,
         )
+        self._add_logprobs(output)
         if self._outputs_with_extras:
             self._add_extras(output)
         self._add_end(output, last)
@@ -269,10 +290,20 @@ class Collector:
         """The pooled prompt, if there is one."""
         return None if self._pooled is None else self._pooled.numpy()
 
+    def _add_logprobs(self, completion: Completion) -> None:
+        try:
+            if self._logprobs is not None:
+                completion.logprobs = self._logprobs.take()
+            if self._prompt_logprobs is not None:
+                completion.prompt_logprobs = self._prompt_logprobs.take()
+        except CodecError as error:
+            where = error.add_path(".new_logprobs").where
+            raise DecodeError(
+                "an output", where, error.reason, self.engine_index, self.request_id
+            ) from error
+
     def _add_extras(self, completion: Completion) -> None:
         outputs, self._outputs_with_extras = self._outputs_with_extras, []
-        completion.logprobs = _joined([o.new_logprobs for o in outputs])
-        completion.prompt_logprobs = _joined([o.new_prompt_logprobs_tensors for o in outputs])
         completion.prompt_token_id_logprobs = self._concatenated(
             ".prompt_token_id_logprobs", [o.prompt_token_id_logprobs for o in outputs]
         )
@@ -337,9 +368,7 @@ class Collector:
 def _has_extras(output: EngineCoreOutput) -> bool:
     """Whether an output describes its tokens by more than their ids."""
     return (
-        output.new_logprobs is not None
-        or output.new_prompt_logprobs_tensors is not None
-        or output.prompt_token_id_logprobs is not None
+        output.prompt_token_id_logprobs is not None
         or output.new_sampling_mask is not None
         or output.routed_experts is not None
         or output.num_nans_in_logits > 0
@@ -362,21 +391,12 @@ def _remotely_cached_tokens(params: EngineCoreSamplingParams | None) -> int | No
     return cached if type(cached) is int else None
 
 
-def _cut(logprobs: Logprobs, count: int | None, token_ids: Sequence[int] | None) -> Logprobs:
-    """The columns that were asked for, and that of the token itself; a negative count is all."""
+def _columns(count: int | None, token_ids: Sequence[int] | None) -> int | None:
+    """How many columns were asked for, that of the token itself too; None is all."""
     if count is None:
         count = 0 if token_ids is None else len(token_ids)
-    narrow = logprobs if count < 0 else logprobs.cut(count + 1)
-    if narrow is logprobs:
-        return logprobs
-    # A view would keep the rest alive, which may be as wide as the vocabulary.
-    return Logprobs(narrow.token_ids.copy(), narrow.logprobs.copy(), narrow.ranks)
+    return None if count < 0 else count + 1
 
 
 def _present(parts: Iterable[T | None]) -> list[T]:
     return [part for part in parts if part is not None]
-
-
-def _joined(parts: Iterable[Logprobs | None]) -> Logprobs | None:
-    present = _present(parts)
-    return Logprobs.concatenate(present) if present else None

@@ -20,7 +20,13 @@ from trio_vllm.concurrency import Waker, running
 from trio_vllm.errors import ConfigurationError, copy_error
 from trio_vllm.llm.batch import BatchResults
 from trio_vllm.llm.collector import Collector
-from trio_vllm.llm.observers import BatchTokens, ObservedCollector, Observer, StatsLine
+from trio_vllm.llm.observers import (
+    BatchTokens,
+    ObservedCollector,
+    Observer,
+    StatsLine,
+    waiting_count,
+)
 from trio_vllm.llm.output import CompletionDelta, EncodeOutput, GenerateOutput
 from trio_vllm.llm.request import (
     EncodeRequest,
@@ -30,6 +36,7 @@ from trio_vllm.llm.request import (
     to_engine_requests,
     to_pooling_request,
 )
+from trio_vllm.llm.statistics import EngineStatistics, LlmStatistics
 from trio_vllm.protocol import EngineCoreRequest, SchedulerStats
 
 
@@ -189,6 +196,19 @@ class Llm:
     def in_flight_count(self) -> int:
         """Requests of callers that have not ended; each may be several engine requests."""
         return sum(map(len, self._generations.values()))
+
+    def statistics(self) -> LlmStatistics:
+        """What is known now of engines and requests; `DecodeError` if statistics are garbled."""
+        client = self.client
+        in_flight, alive = client.statistics().requests_in_flight, client.engine_indices
+        stats = client.scheduler_stats()
+        return LlmStatistics(
+            engines={
+                index: _engine_statistics(index in alive, in_flight.get(index, 0), stats.get(index))
+                for index in sorted(client.engine_info.ready_responses)
+            },
+            in_flight=self.in_flight_count,
+        )
 
     def _tell_stats(self, engine_index: int, stats: SchedulerStats) -> None:
         self._batch_tokens.end(engine_index)
@@ -400,6 +420,20 @@ class Llm:
         longest = max(collector.token_count for collector in collectors)
         for observer in self._observers:
             observer.request_over(collectors[-1].engine_index, len(collectors), longest)
+
+
+def _engine_statistics(
+    is_alive: bool, in_flight: int, stats: SchedulerStats | None
+) -> EngineStatistics:
+    if stats is None:
+        return EngineStatistics(is_alive=is_alive, in_flight=in_flight)
+    return EngineStatistics(
+        is_alive=is_alive,
+        in_flight=in_flight,
+        running=stats.num_running_reqs,
+        waiting=waiting_count(stats),
+        kv_cache_usage=stats.kv_cache_usage,
+    )
 
 
 @asynccontextmanager

@@ -24,7 +24,13 @@ from itertools import pairwise
 from typing import Any
 
 import attrs
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+try:
+    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        'metrics need prometheus_client: pip install "trio-vllm[metrics]"', name=error.name
+    ) from error
 
 from trio_vllm.errors import ConfigurationError
 from trio_vllm.llm.connectors import (

@@ -1,4 +1,4 @@
-"""Outputs of `Llm`: whole completions, deltas of a stream, token counts, timings."""
+"""`GenerateOutput`, `CompletionDelta` and `EncodeOutput`: what `Llm` returns, with counts and times."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from trio_vllm.errors import RequestFailedError
 from trio_vllm.protocol import (
     Array,
     EngineCoreEvent,
@@ -41,7 +42,7 @@ class WeightVersionSpan:
 
 @attrs.define(kw_only=True)
 class RequestTimings:
-    """Durations of the parts of a completion so far, in seconds; None where the engine does not tell.
+    """Durations of the parts of a completion so far, in seconds; None where the engine does not say.
 
     Computed as upstream's frontends do (``vllm/v1/metrics/stats.py``, ``IterationStats``), when they
     are asked for: the two latencies by this process's clock, everything else by the engine's
@@ -275,6 +276,11 @@ class GenerateOutput:
         usages = [completion.usage for completion in self.completions]
         return attrs.evolve(usages[0], output_tokens=sum(usage.output_tokens for usage in usages))
 
+    def raise_for_error(self) -> None:
+        """Raise `RequestFailedError` if the engine reported an error for any completion."""
+        for completion in self.completions:
+            _raise_for_error(self.request_id, completion)
+
     def _only_completion(self, field: str) -> CompletionOutput:
         if len(self.completions) != 1:
             raise ValueError(
@@ -299,3 +305,15 @@ class EncodeOutput:
     def finish_reason(self) -> FinishReason:
         """STOP, unless it failed or was aborted."""
         return self.completion.finish_reason
+
+    def raise_for_error(self) -> None:
+        """Raise `RequestFailedError` if the engine reported an error."""
+        _raise_for_error(self.request_id, self.completion)
+
+
+def _raise_for_error(request_id: str, completion: CompletionOutput) -> None:
+    if completion.finish_reason is not FinishReason.ERROR:
+        return
+    if (error := completion.error) is None:
+        raise RequestFailedError(request_id, None, "no reason was given", retryable=False)
+    raise RequestFailedError(request_id, error.code, error.message, error.retryable)

@@ -1,4 +1,4 @@
-"""Requests of `Llm`, and the engine requests that they become."""
+"""`GenerateRequest` and `EncodeRequest`; `to_engine_requests` makes engine requests of them."""
 
 from __future__ import annotations
 

@@ -6,9 +6,11 @@ module imports attrs alone, so that showing the help costs no more.
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -34,8 +36,13 @@ def _section(title: str) -> Section:
 ENGINES = _section("Engines")
 TOKENS = _section("Tokens")
 FIGURES = _section("What the engines say of themselves")
+SCHEDULING = _section("Scheduling")
+STEP_TIME = _section("Time of a step")
+REQUEST_TIME = _section("Time of a request")
 LIFE = _section("Life")
 
+POLICIES = ("fcfs", "priority")
+HASH_ALGORITHMS = ("sha256", "sha256_cbor")
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -65,6 +72,34 @@ def _integer(low: int, high: int = MAX_COUNT, *, optional: bool = False) -> Chec
     return Check(fault_in)
 
 
+UNITS = {
+    "ns": 1e-9,
+    "us": 1e-6,
+    "µs": 1e-6,
+    "ms": 1e-3,
+    "s": 1.0,
+    "m": 60.0,
+    "min": 60.0,
+    "h": 3600.0,
+}
+MAX_DEVIATION = 0.7
+"""The part of a mean that a drawn time differs from it at most."""
+MAX_STD_DEV = 0.3
+"""The part of a mean that a standard deviation is at most, so that few draws are cut off."""
+
+
+def parse_duration(text: str) -> float:
+    """Seconds, from a number with or without a unit, such as ``20ms`` or ``1.5``.
+
+    Raises:
+      ValueError: The text is no duration.
+    """
+    found = re.fullmatch(r"\s*([-+]?(?:inf|[0-9.]+(?:e[-+]?[0-9]+)?))\s*([a-zµ]*)\s*", text)
+    if found is None or found[2] not in {"", *UNITS}:
+        raise ValueError(f"{text!r} is no duration such as 20ms, 1.5s or 2 (seconds)")
+    return float(found[1]) * UNITS.get(found[2], 1.0)
+
+
 @Check
 def _seconds(value: Any) -> str | None:
     # the comparison also refuses nan
@@ -72,13 +107,30 @@ def _seconds(value: Any) -> str | None:
 
 
 @Check
+def _finite_seconds(value: Any) -> str | None:
+    is_fine = isinstance(value, int | float) and 0 <= value < math.inf
+    return None if is_fine else "must be finite and not be negative"
+
+
+@Check
+def _factor_from_1(value: Any) -> str | None:
+    is_fine = isinstance(value, int | float) and 1 <= value < math.inf
+    return None if is_fine else "must be at least 1"
+
+
+@Check
+def _scale(value: Any) -> str | None:
+    is_fine = isinstance(value, int | float) and 0 < value < math.inf
+    return None if is_fine else "must be more than 0"
+
+
+@Check
 def _positive_seconds(value: Any) -> str | None:
     return None if isinstance(value, int | float) and value > 0 else "must be more than 0"
 
 
-@Check
-def _dtype(value: Any) -> str | None:
-    return None if value in DTYPES else f"must be one of {', '.join(DTYPES)}"
+def _one_of(*values: str) -> Check:
+    return Check(lambda value: None if value in values else f"must be one of {', '.join(values)}")
 
 
 @Check
@@ -88,6 +140,65 @@ def _address(value: Any) -> str | None:
     port = re.fullmatch(r"tcp://.+:([0-9]{1,5})", value)
     if port is None or not 1 <= int(port[1]) <= 65535:
         return "must be tcp://HOST:PORT or ipc://PATH"
+    return None
+
+
+@attrs.frozen(kw_only=True)
+class KvEventsConfig:
+    """Where KV-cache events are published: upstream's class of this name, with its defaults."""
+
+    enable_kv_cache_events: bool = False
+    publisher: str | None = None
+    """``zmq`` or ``null``; None is ``zmq`` if events are enabled."""
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    """Batches kept for a replay."""
+    hwm: int = 100_000
+    """Batches that a subscriber may be behind."""
+    max_queue_size: int = 100_000
+    """Without effect: nothing waits for a thread here."""
+    topic: str = ""
+
+    @classmethod
+    def from_json(cls, text: str) -> KvEventsConfig:
+        """Read the JSON of ``--kv-events-config``.
+
+        Raises:
+          ValueError: It is no such JSON; says what is wrong.
+        """
+        given = json.loads(text)
+        if not isinstance(given, dict):
+            raise ValueError("must be a JSON object")  # noqa: TRY004  a fault of the text
+        known = attrs.fields_dict(cls)
+        for name, value in given.items():
+            if name not in known:
+                raise ValueError(f"has an unknown key {name!r}")
+            default = known[name].default
+            kind = str if default is None or isinstance(default, str) else type(default)
+            is_number = isinstance(value, int) and not isinstance(value, bool)
+            is_right = is_number and value >= 0 if kind is int else isinstance(value, kind)
+            if not is_right and not (value is None and default is None):
+                raise ValueError(f"has a wrong {name}: {value!r}")
+        if given.get("publisher") not in {None, "zmq", "null"}:
+            raise ValueError("knows the publishers zmq and null")
+        return cls(**given)
+
+    @property
+    def is_published(self) -> bool:
+        """Whether there are sockets."""
+        return self.enable_kv_cache_events and self.publisher != "null"
+
+
+@Check
+def _kv_events_config(value: Any) -> str | None:
+    if value is None:
+        return None
+    try:
+        KvEventsConfig.from_json(value)
+    except ValueError as error:
+        is_json = not isinstance(error, json.JSONDecodeError)
+        return str(error) if is_json else f"must be JSON ({error})"
     return None
 
 
@@ -126,25 +237,17 @@ class MockEngineConfig:
     any number from 0 to 1, otherwise they sum to 1."""
 
     max_model_len: int = attrs.field(default=1_048_576, validator=_integer(1), metadata=FIGURES)
-    """Prompt and output tokens together never exceed this."""
-    num_gpu_blocks: int = attrs.field(default=0, validator=_integer(0), metadata=FIGURES)
-    """Only reported."""
-    block_size: int = attrs.field(default=16, validator=_integer(1), metadata=FIGURES)
-    """Only reported."""
+    """Prompt and output tokens of a request together never exceed this."""
     kv_cache_size_tokens: int | None = attrs.field(
         default=None, validator=_integer(0, optional=True), metadata=FIGURES
     )
     """Only reported."""
-    max_num_seqs: int = attrs.field(default=256, validator=_integer(1), metadata=FIGURES)
-    """Only reported: all requests run at once."""
-    max_num_batched_tokens: int = attrs.field(default=8192, validator=_integer(1), metadata=FIGURES)
-    """Only reported: a prompt is prefilled in one step."""
     dtype: Literal["float16", "bfloat16", "float32"] = attrs.field(
-        default="float32", validator=_dtype, metadata=FIGURES
+        default="float32", validator=_one_of(*DTYPES), metadata=FIGURES
     )
     """Only reported."""
     vllm_version: str = attrs.field(default="0.33.0", metadata=FIGURES)
-    """Only reported."""
+    """What the engines say; with a schedule 0.32 has its own rules."""
     instance_id: str = attrs.field(default="mock-engine", metadata=FIGURES)
     """Only reported."""
     max_loras: int = attrs.field(default=0, validator=_integer(0, 2**31 - 1), metadata=FIGURES)
@@ -156,9 +259,234 @@ class MockEngineConfig:
     enable_sleep_mode: bool = attrs.field(default=True, metadata=FIGURES)
     """Only reported."""
 
+    schedule: bool | None = attrs.field(default=None, metadata=SCHEDULING)
+    """Schedule, cache and preempt as vLLM does, step by step. On by itself as soon as another option
+    of this section is given. Off, the options of this section are only what the engines say of
+    themselves, and all requests run at once."""
+    max_num_seqs: int = attrs.field(default=256, validator=_integer(1), metadata=SCHEDULING)
+    """How many requests run at once."""
+    max_num_batched_tokens: int = attrs.field(
+        default=8192, validator=_integer(1), metadata=SCHEDULING
+    )
+    """Tokens, of prompts and outputs, that are computed in one step."""
+    enable_chunked_prefill: bool = attrs.field(default=True, metadata=SCHEDULING)
+    """Compute a prompt that does not fit into a step in several."""
+    long_prefill_token_threshold: int = attrs.field(
+        default=0, validator=_integer(0), metadata=SCHEDULING
+    )
+    """Tokens that one prompt may get in a step while there are other requests; 0 is no limit."""
+    scheduling_policy: Literal["fcfs", "priority"] = attrs.field(
+        default="fcfs", validator=_one_of(*POLICIES), metadata=SCHEDULING
+    )
+    """Who is admitted first and preempted last: by arrival, or by the priority of requests."""
+    num_gpu_blocks: int = attrs.field(default=0, validator=_integer(0), metadata=SCHEDULING)
+    """Blocks of the KV cache. 0 are 32,768, or more if one request of the model's length takes more;
+    without a schedule it is what the engines say."""
+    block_size: int = attrs.field(default=16, validator=_integer(1), metadata=SCHEDULING)
+    """Tokens in a block of the KV cache."""
+    enable_prefix_caching: bool = attrs.field(default=True, metadata=SCHEDULING)
+    """Find blocks of earlier requests that begin with the same tokens; they take no time."""
+    prefix_caching_hash_algo: Literal["sha256", "sha256_cbor"] = attrs.field(
+        default="sha256", validator=_one_of(*HASH_ALGORITHMS), metadata=SCHEDULING
+    )
+    """How blocks are hashed; sha256_cbor is the same in all languages."""
+    prefix_caching_hash_seed: str | None = attrs.field(default=None, metadata=SCHEDULING)
+    """What the hashes begin with, in place of the variable PYTHONHASHSEED, which vLLM reads."""
+    kv_events_config: str | None = attrs.field(
+        default=None, validator=_kv_events_config, metadata=SCHEDULING
+    )
+    """Publish which blocks are cached and evicted; vLLM's JSON, such as
+    {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "topic": "kv-events"}. Each further
+    engine has the next port."""
+    enable_logging_iteration_details: bool = attrs.field(default=False, metadata=SCHEDULING)
+    """Tell in the statistics how many tokens of prompts and outputs each step computed."""
+
+    step_time: float = attrs.field(default=0.0, validator=_finite_seconds, metadata=STEP_TIME)
+    """Seconds that each step takes, or a text such as 8ms."""
+    step_time_per_request: float = attrs.field(
+        default=0.0, validator=_finite_seconds, metadata=STEP_TIME
+    )
+    """And for each request that gets a token but its first."""
+    step_time_per_prefill_token: float = attrs.field(
+        default=0.0, validator=_finite_seconds, metadata=STEP_TIME
+    )
+    """And for each token of a prompt that is computed; cached ones cost nothing."""
+    step_time_per_context_token: float = attrs.field(
+        default=0.0, validator=_finite_seconds, metadata=STEP_TIME
+    )
+    """And for each token that the requests of the step have so far."""
+    time_to_first_token: float = attrs.field(
+        default=0.0, validator=_finite_seconds, metadata=REQUEST_TIME
+    )
+    """From the admission of a request to its first token."""
+    time_to_first_token_std_dev: float = attrs.field(
+        default=0.0, validator=_finite_seconds, metadata=REQUEST_TIME
+    )
+    """Its standard deviation, at most 30 % of it; no time differs by more than 70 %."""
+    prefill_overhead: float = attrs.field(
+        default=0.0, validator=_finite_seconds, metadata=REQUEST_TIME
+    )
+    """Without --time-to-first-token: what every prompt takes,"""
+    prefill_time_per_token: float = attrs.field(
+        default=0.0, validator=_finite_seconds, metadata=REQUEST_TIME
+    )
+    """and what each of its tokens takes that is not cached."""
+    prefill_time_std_dev: float = attrs.field(
+        default=0.0, validator=_finite_seconds, metadata=REQUEST_TIME
+    )
+    """The standard deviation of the time per token."""
+    inter_token_latency: float = attrs.field(
+        default=0.0, validator=_finite_seconds, metadata=REQUEST_TIME
+    )
+    """From one token of a request to the next."""
+    inter_token_latency_std_dev: float = attrs.field(
+        default=0.0, validator=_finite_seconds, metadata=REQUEST_TIME
+    )
+    """Its standard deviation."""
+    kv_cache_transfer_latency: float = attrs.field(
+        default=0.0, validator=_finite_seconds, metadata=REQUEST_TIME
+    )
+    """In place of the prefill, if kv_transfer_params say that it was done elsewhere."""
+    kv_cache_transfer_latency_std_dev: float = attrs.field(
+        default=0.0, validator=_finite_seconds, metadata=REQUEST_TIME
+    )
+    """Its standard deviation."""
+    time_factor_under_load: float = attrs.field(
+        default=1.0, validator=_factor_from_1, metadata=REQUEST_TIME
+    )
+    """How much longer all this takes when max_num_seqs requests run; with fewer it is in between."""
+
     step_interval: float = attrs.field(default=0.0, validator=_seconds, metadata=LIFE)
     """Seconds between the steps of an engine, at least. 0 is as fast as can be, which floods a
     frontend that is slower: it gets to aborts only once it has caught up."""
+    startup_duration: float = attrs.field(default=0.0, validator=_finite_seconds, metadata=LIFE)
+    """Time from the start until the engines join, as if they loaded weights."""
+    time_scale: float = attrs.field(default=1.0, validator=_scale, metadata=LIFE)
+    """All times of a schedule and of the startup are multiplied by it."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.is_scheduled:
+            for fault in self._contradictions():
+                raise ConfigurationError(fault)
+        elif given := self._given(STEP_TIME) + self._given(REQUEST_TIME):
+            raise ConfigurationError(f"{given[0]} takes a schedule, which is off")
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether requests are scheduled as vLLM does it."""
+        if self.schedule is not None:
+            return self.schedule
+        return any(getattr(self, name) != default for name, default in _scheduling_defaults())
+
+    @property
+    def kv_events(self) -> KvEventsConfig | None:
+        """Where KV-cache events are published, if they are."""
+        if self.kv_events_config is None or not self.is_scheduled:
+            return None
+        events = KvEventsConfig.from_json(self.kv_events_config)
+        return events if events.is_published else None
+
+    @property
+    def is_timed_by_request(self) -> bool:
+        """Whether tokens come at times of their own, and not all in the step that computes them."""
+        return bool(self._given(REQUEST_TIME))
+
+    def _given(self, section: Section) -> list[str]:
+        """The options of a section that are not as they are by default."""
+        return [
+            field.name
+            for field in attrs.fields(MockEngineConfig)
+            if field.metadata == section and getattr(self, field.name) != field.default
+        ]
+
+    @property
+    def release(self) -> tuple[int, int]:
+        """The release of vLLM whose rules hold: 0.33, unless an older one is claimed."""
+        found = re.match(r"(\d+)\.(\d+)", self.vllm_version)
+        return (int(found[1]), int(found[2])) if found else (0, 33)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the KV cache, with the one that nobody gets."""
+        if self.num_gpu_blocks or not self.is_scheduled:
+            return self.num_gpu_blocks
+        return max(DEFAULT_BLOCKS, self._blocks_of_longest)
+
+    @property
+    def _blocks_of_longest(self) -> int:
+        """What one request of the model's length takes."""
+        return -(-self.max_model_len // self.block_size) + 1
+
+    def _contradictions(self) -> Iterator[str]:
+        yield from self._contradictions_in_schedule()
+        for deviation, mean in DEVIATIONS.items():
+            if getattr(self, deviation) > MAX_STD_DEV * getattr(self, mean):
+                yield (
+                    f"{deviation} {getattr(self, deviation)} is more than {MAX_STD_DEV:.0%} of {mean}"
+                    f" {getattr(self, mean)}"
+                )
+        of_steps, of_requests = self._given(STEP_TIME), self._given(REQUEST_TIME)
+        if self.step_interval:
+            of_steps.append("step_interval")
+        if of_steps and of_requests:
+            yield (
+                f"{of_requests[0]} is a time of a request, and {of_steps[0]} one of a step: there can"
+                " be one kind only"
+            )
+
+    def _contradictions_in_schedule(self) -> Iterator[str]:
+        budget, length = self.max_num_batched_tokens, self.max_model_len
+        if self.num_blocks < self._blocks_of_longest:
+            yield (
+                f"num_gpu_blocks {self.num_blocks} are too few for one request of max_model_len"
+                f" {length}: with block_size {self.block_size} it takes {self._blocks_of_longest}"
+            )
+        if budget < self.max_num_seqs:
+            yield (
+                f"max_num_batched_tokens {budget} is less than max_num_seqs {self.max_num_seqs}:"
+                " each request gets a token in a step"
+            )
+        if self.long_prefill_token_threshold > length:
+            yield (
+                f"long_prefill_token_threshold {self.long_prefill_token_threshold} is more than"
+                f" max_model_len {length}"
+            )
+        if self.long_prefill_token_threshold > budget:
+            yield (
+                f"long_prefill_token_threshold {self.long_prefill_token_threshold} is more than"
+                f" max_num_batched_tokens {budget}"
+            )
+        if not self.enable_chunked_prefill and budget < length:
+            yield (
+                f"max_num_batched_tokens {budget} is less than max_model_len {length}, which takes"
+                " enable_chunked_prefill"
+            )
+        if self.output_token_chunk_size > 1:
+            yield (
+                f"output_token_chunk_size {self.output_token_chunk_size} contradicts a schedule, in"
+                " which a step makes one token of each request"
+            )
+
+
+DEFAULT_BLOCKS = 32_768
+TURNS_ON = (SCHEDULING, STEP_TIME, REQUEST_TIME)
+DEVIATIONS = {
+    "time_to_first_token_std_dev": "time_to_first_token",
+    "prefill_time_std_dev": "prefill_time_per_token",
+    "inter_token_latency_std_dev": "inter_token_latency",
+    "kv_cache_transfer_latency_std_dev": "kv_cache_transfer_latency",
+}
+
+
+@functools.cache
+def _scheduling_defaults() -> Sequence[tuple[str, Any]]:
+    """What, if it is not so, turns the schedule on."""
+    fields = attrs.fields(MockEngineConfig)
+    return [
+        (field.name, field.default)
+        for field in fields
+        if field.metadata in TURNS_ON and field.name not in {"schedule", "prefix_caching_hash_seed"}
+    ]
 
 
 @attrs.frozen(kw_only=True)

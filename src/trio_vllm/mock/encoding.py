@@ -21,6 +21,7 @@ from trio_vllm.protocol import (
     EventType,
     FinishReason,
     OutputsMessage,
+    PrefillStats,
     RequestBatchOutputs,
     SchedulerStats,
     encode_outputs,
@@ -121,6 +122,12 @@ def encode_rows(outputs: list[EngineCoreOutput]) -> list[Buffer]:
     return [memoryview(payload)[start:_ROWS_END], *aux]
 
 
+def encode_stats(stats: SchedulerStats) -> bytes:
+    """Statistics as they stand in a message."""
+    payload = bytes(encode_outputs(RequestBatchOutputs(scheduler_stats=stats))[0])
+    return payload[_STATS_START:_STATS_END]
+
+
 class StatsTemplate:
     """Encoded `SchedulerStats` in which only a few numbers change, all of fixed width."""
 
@@ -136,8 +143,7 @@ class StatsTemplate:
         )
         stats.prefix_cache_stats.requests = requests
         stats.prefix_cache_stats.queries = queries
-        payload = bytes(encode_outputs(RequestBatchOutputs(scheduler_stats=stats))[0])
-        self._bytes = bytearray(payload[_STATS_START:_STATS_END])
+        self._bytes = bytearray(encode_stats(stats))
         marks = [mark.to_bytes(8, "big") for mark in self._MARKS]
         self._places = [slice(at, at + 8) for at in map(self._bytes.index, marks)]
 
@@ -149,6 +155,66 @@ class StatsTemplate:
         """
         for place, number in zip(self._places, numbers, strict=True):
             self._bytes[place] = number.to_bytes(8, "big")
+        return bytes(self._bytes)
+
+
+class SchedulerStatsEncoder:
+    """Encodes the statistics of steps: of most of them only numbers change.
+
+    All numbers are written with a fixed width into a copy of a message; what has more parts than the
+    numbers is encoded as usual.
+    """
+
+    _NUMBERS = ("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs")
+    _LOCKSTEP = ("step_counter", "current_wave")
+    _CACHE = (
+        "requests",
+        "queries",
+        "hits",
+        "preempted_requests",
+        "preempted_queries",
+        "preempted_hits",
+    )
+
+    def __init__(self) -> None:
+        count = len(self._NUMBERS) + len(self._LOCKSTEP) + len(self._CACHE)
+        marks = [2**64 - 1 - mark for mark in range(count)]
+        usage = 0.123456789
+        names = iter(marks)
+        stats = SchedulerStats(kv_cache_usage=usage)
+        for name in (*self._NUMBERS, *self._LOCKSTEP):
+            setattr(stats, name, next(names))
+        for name in self._CACHE:
+            setattr(stats.prefix_cache_stats, name, next(names))
+        self._bytes = bytearray(encode_stats(stats))
+        self._places = [self._place(mark.to_bytes(8, "big")) for mark in marks]
+        self._usage = self._place(pack_double(usage))
+
+    def _place(self, mark: bytes) -> slice:
+        start = self._bytes.index(mark)
+        return slice(start, start + 8)
+
+    def encode(self, stats: SchedulerStats) -> bytes:
+        """The encoded statistics."""
+        cache = stats.prefix_cache_stats
+        if cache.reset or stats.iteration_details or stats.spec_decoding_stats:
+            return encode_stats(stats)
+        numbers = (
+            stats.num_running_reqs,
+            stats.num_waiting_reqs,
+            stats.num_skipped_waiting_reqs,
+            stats.step_counter,
+            stats.current_wave,
+            cache.requests,
+            cache.queries,
+            cache.hits,
+            cache.preempted_requests,
+            cache.preempted_queries,
+            cache.preempted_hits,
+        )
+        for place, number in zip(self._places, numbers, strict=True):
+            self._bytes[place] = number.to_bytes(8, "big")
+        self._bytes[self._usage] = pack_double(stats.kv_cache_usage)
         return bytes(self._bytes)
 
 
@@ -224,15 +290,30 @@ _NO_EXTRAS = NIL * (_FINISH_REASON - 1 - index_of(EngineCoreOutput, "new_token_i
 _NO_END = NIL * (_EVENTS - _FINISH_REASON)  # finish and stop reason
 _NO_TRANSFERS = NIL * (_PREFILL_STATS - 1 - _EVENTS)
 _EVENT = b"\x82\xa4type%c\xa9timestamp\xcb%b"
-_PREFILL = (
-    b"\x86\xb1num_prompt_tokens%b\xb3num_computed_tokens%b\xb1num_cached_tokens\x00"
-    b"\xb7num_local_cached_tokens\x00\xbanum_external_cached_tokens\x00"
-    b"\xb9num_cache_creation_tokens\x00"
+_PREFILL_FIELDS = tuple(field.name for field in attrs.fields(PrefillStats))
+_PREFILL = bytes((0x80 | len(_PREFILL_FIELDS),)) + b"".join(
+    pack_str(name) + b"%b" for name in _PREFILL_FIELDS
 )
 
 
 def row(id_and_tokens: bytes, request: Request, *, final: bool) -> bytes:
     """A row with the request's events, with its end, or with both, besides its tokens."""
+    prefill = None
+    if not request.is_prefilled:  # then there are events: it was queued
+        count = request.prompt_len
+        prefill = PrefillStats(num_prompt_tokens=count, num_computed_tokens=count)
+    return row_with(id_and_tokens, request, request.events or (), prefill, final=final)
+
+
+def row_with(
+    id_and_tokens: bytes,
+    request: Request,
+    events: Sequence[tuple[EventType, float]],
+    prefill: PrefillStats | None,
+    *,
+    final: bool,
+) -> bytes:
+    """A row with these events and statistics, and with the request's end if it is the last."""
     parts = [
         b"",
         id_and_tokens,
@@ -240,12 +321,12 @@ def row(id_and_tokens: bytes, request: Request, *, final: bool) -> bytes:
         _pack_end(request.finish_reason, request.stop_reason) if final else _NO_END,
     ]
     length = _EVENTS
-    if request.events:
-        parts.append(_pack_events(request.events))
+    if events or prefill is not None:
+        parts.append(_pack_events(events))
         length = _EVENTS + 1
-    if not request.is_prefilled:  # then there are events: it was queued
-        count = pack_u32(request.prompt_len)
-        parts += (_NO_TRANSFERS, _PREFILL % (count, count))
+    if prefill is not None:
+        numbers = tuple(pack_u32(getattr(prefill, name)) for name in _PREFILL_FIELDS)
+        parts += (_NO_TRANSFERS, _PREFILL % numbers)
         length = _PREFILL_STATS + 1
     parts[0] = pack_array_header(length)
     return b"".join(parts)
@@ -255,6 +336,6 @@ def _pack_end(reason: FinishReason, stop_reason: int | None) -> bytes:
     return bytes((reason,)) + (NIL if stop_reason is None else pack_u32(stop_reason))
 
 
-def _pack_events(events: list[tuple[EventType, float]]) -> bytes:
+def _pack_events(events: Sequence[tuple[EventType, float]]) -> bytes:
     packed = [_EVENT % (kind, pack_double(time)) for kind, time in events]
     return pack_array_header(len(packed)) + b"".join(packed)

@@ -27,13 +27,15 @@ from trio_vllm.mock.encoding import (
     MessageBuilder,
     MessageTemplate,
     Outgoing,
-    StatsTemplate,
 )
 from trio_vllm.mock.events import EventLog, Summary
+from trio_vllm.mock.kv_events import KvCacheEvent
 from trio_vllm.mock.request import Refusal, Request, RequestFactory
-from trio_vllm.mock.scheduler import Counts, Scheduler, StepClock
+from trio_vllm.mock.scheduler import Counts, Scheduler
+from trio_vllm.mock.simulated import SimulatedScheduler, simulated_scheduler
 from trio_vllm.mock.utilities import EngineControl, RequestAction
 from trio_vllm.protocol import (
+    MAX_ENGINES,
     AbortRequests,
     DpControlOutput,
     EngineCoreOutput,
@@ -41,6 +43,7 @@ from trio_vllm.protocol import (
     EngineCoreRequest,
     FinishReason,
     Frames,
+    HandshakeInit,
     RequestBatchOutputs,
     RequestErrorInfo,
     SchedulerStats,
@@ -63,7 +66,7 @@ def ready_response(
     """The registration of an engine with this index."""
     return EngineCoreReadyResponse(
         max_model_len=config.max_model_len,
-        num_gpu_blocks=config.num_gpu_blocks,
+        num_gpu_blocks=config.num_blocks,
         block_size=config.block_size,
         dp_stats_address=dp_stats_address,
         dtype=config.dtype,
@@ -82,6 +85,12 @@ def ready_response(
         kv_cache_size_tokens=config.kv_cache_size_tokens,
         enable_sleep_mode=config.enable_sleep_mode,
     )
+
+
+def data_parallel_size(init: HandshakeInit, default: int) -> int:
+    """How many engines are in lockstep, as a frontend says, unless it says nothing that could be."""
+    said = init.parallel_config.get("data_parallel_size")
+    return said if isinstance(said, int) and 1 <= said <= MAX_ENGINES else default
 
 
 @attrs.define
@@ -123,50 +132,28 @@ COORDINATOR_INTERVAL = 0.02
 
 @attrs.define
 class LoadReporter:
-    """Decides when an engine tells how busy it is, and to whom.
+    """Decides when the coordinator is told how busy an engine is.
 
-    Clients get the statistics with the next message after the counts have changed, not with every
-    message: nothing else in them ever changes. The coordinator gets them in messages of their own,
-    but not after every step: a mock makes a hundred times as many steps a second as the engines that
-    the coordinator was made for.
+    That is not after every step: a mock makes a hundred times as many steps a second as the engines
+    that the coordinator was made for.
     """
 
-    _template: StatsTemplate = attrs.field(factory=StatsTemplate, init=False)
     _told: Counts = (0, 0)
-    _told_coordinator: Counts = (0, 0)
-    _next_for_coordinator: float = 0.0
-    _prefills: int = 0
-    _prefilled_tokens: int = 0
-
-    def prefilled(self, prompt_len: int) -> None:
-        """The prompt of a request was not found in the prefix cache."""
-        self._prefills += 1
-        self._prefilled_tokens += prompt_len
+    _next: float = 0.0
 
     def has_changed(self, counts: Counts) -> bool:
-        """Whether clients do not know these counts yet."""
-        return counts != self._told or self._prefills > 0
-
-    def tell(self, counts: Counts, step: int = 0, wave: int = 0) -> bytes:
-        """The encoded statistics; the clients know them from now on."""
-        stats = self._template.fill(*counts, step, wave, self._prefills, self._prefilled_tokens)
-        self._told = counts
-        self._prefills = self._prefilled_tokens = 0
-        return stats
-
-    def has_changed_for_coordinator(self, counts: Counts) -> bool:
         """Whether the coordinator does not know these counts yet."""
-        return counts != self._told_coordinator
+        return counts != self._told
 
-    def is_due_to_coordinator(self, counts: Counts, now: float) -> bool:
+    def is_due(self, counts: Counts, now: float) -> bool:
         """Whether the coordinator should be told now: not too often, but at once when idle."""
-        is_time = now >= self._next_for_coordinator or not counts[0]
-        return is_time and self.has_changed_for_coordinator(counts)
+        is_time = now >= self._next or not counts[0]
+        return is_time and self.has_changed(counts)
 
-    def told_coordinator(self, counts: Counts, now: float) -> None:
+    def told(self, counts: Counts, now: float) -> None:
         """The coordinator was told."""
-        self._told_coordinator = counts
-        self._next_for_coordinator = now + COORDINATOR_INTERVAL
+        self._told = counts
+        self._next = now + COORDINATOR_INTERVAL
 
 
 @attrs.frozen
@@ -285,7 +272,11 @@ class MockEngine:
         self._has_coordinator = has_coordinator
         source = TokenSource(config.vocab_size)
         self._factory = RequestFactory(engine_index, config, source)
-        self._scheduler = Scheduler(config, source, client_count, fast_path=fast_path)
+        self._scheduler: Scheduler | SimulatedScheduler = (
+            simulated_scheduler(config, source, fast_path=fast_path)
+            if config.is_scheduled
+            else Scheduler(config, source, client_count, fast_path=fast_path)
+        )
         self._control = EngineControl(config)
         self._template = MessageTemplate(engine_index, self._control.weight_version)
         self._replies = Replies(engine_index)
@@ -296,7 +287,6 @@ class MockEngine:
         self._silently_finished: dict[int, list[str]] = {}
         self._load = LoadReporter()
         self._wave = Wave(engine_index) if config.lockstep and has_coordinator else None
-        self._clock = StepClock(config.step_interval)
         self._held: frozenset[int] = frozenset()
         self._has_work = False  # it may turn out that nothing is to be done
         self._is_steady = False  # until a message comes, steps make tokens and nothing else
@@ -325,7 +315,7 @@ class MockEngine:
 
     def _begin(self, now: float) -> None:
         if not self._has_work:
-            self._clock.begin(now)
+            self._scheduler.begin(now)
         self._is_steady, self._has_work = False, True
 
     def _refuse_undecodable(self, error: DecodeError, now: float) -> list[Outgoing]:
@@ -508,10 +498,17 @@ class MockEngine:
             return [self._replies.utility(request.client_index, output, now)]
         outcome = self._control.call(request, self.counts)
         replies: list[Outgoing] = []
-        if outcome.action is RequestAction.ABORT_ALL:
-            replies += self._abort_all(now)
-        elif outcome.action is RequestAction.PREEMPT_ALL:
-            self._scheduler.preempt_all(now)
+        self._scheduler.paused = self._control.pause.state.value
+        match outcome.action:
+            case RequestAction.ABORT_ALL:
+                replies += self._abort_all(now)
+            case RequestAction.ABORT_ALL_AND_RESET:
+                replies += self._abort_all(now)
+                self._scheduler.reset_cache(now)
+            case RequestAction.PREEMPT_ALL:
+                self._scheduler.preempt_all(now)
+            case RequestAction.RESET_CACHE:
+                self._scheduler.reset_cache(now)
         if outcome.output is not None:
             replies.append(self._replies.utility(request.client_index, outcome.output, now))
         if self._template.weight_version != self._control.weight_version:
@@ -538,9 +535,13 @@ class MockEngine:
         self.events.summary.end = self._stepped_at
         return self.events.summary
 
+    def pop_kv_events(self) -> list[list[KvCacheEvent]]:
+        """KV-cache events of each step since this was last called, if they are to be published."""
+        return self._scheduler.pop_kv_events()
+
     def next_step_time(self, now: float) -> float | None:
         """When the next step is due, which may be before ``now``; None until a message comes."""
-        return self._clock.due(now) if self._has_work else None
+        return self._scheduler.due(now) if self._has_work else None
 
     def hold_clients(self, held: frozenset[int], now: float) -> None:
         """Make no output for these clients, or for `COORDINATOR`, until the next call.
@@ -558,32 +559,30 @@ class MockEngine:
         if self._is_steady:
             messages = self._scheduler.steady_step(self._template, now)
             if messages is not None:
-                if self._clock.interval:
-                    self._clock.stepped(now)
                 return messages
         builders: defaultdict[int, MessageBuilder] = defaultdict(MessageBuilder)
-        replies: list[Outgoing] = []
-        if self._control.pause.is_stepping:
-            replies = self._step_requests(builders, now)
+        replies = self._step_requests(builders, now)
         if self._silently_finished:
             self._name_silently_finished(builders)
         messages = self._messages_of(builders, now)
         messages += replies
         if self._control.has_deferred and not self.counts[0]:
+            if self._control.resets_when_idle:
+                self._scheduler.reset_cache(now)
             messages += [
                 self._replies.utility(client_index, output, now)
                 for client_index, output in self._control.pop_overdue()
             ]
         if self._has_coordinator:
             messages += self._report_to_coordinator(now)
-        if builders or self.counts[0]:
-            self._clock.stepped(now)
+        if lost := self._scheduler.pop_lost_time():
+            self.events.lost_time(lost, now)
         self._settle()
         return messages
 
     def steps(self, now: float, limit: int) -> list[Outgoing]:
         """Make several steps, ``limit`` at most, or just one if that is eventful or others wait."""
-        if self._is_steady and limit > 1 and not self._clock.interval:
+        if self._is_steady and limit > 1:
             made = self._scheduler.steady_steps(self._template, now, limit)
             if made is not None:
                 count, messages = made
@@ -595,13 +594,8 @@ class MockEngine:
     def _step_requests(
         self, builders: defaultdict[int, MessageBuilder], now: float
     ) -> list[Outgoing]:
-        started, finished = self._scheduler.step(
-            now, builders.__getitem__, admit=not self._control.pause.is_paused
-        )
-        for request in started:
-            self._load.prefilled(request.prompt_len)
         replies: list[Outgoing] = []
-        for request in finished:
+        for request in self._scheduler.step(now, builders.__getitem__):
             replies += self._ended(request, request.finish_reason, now)
         return replies
 
@@ -612,12 +606,11 @@ class MockEngine:
     def _messages_of(
         self, builders: defaultdict[int, MessageBuilder], now: float
     ) -> list[Outgoing]:
-        counts = self.counts
         stats = NIL
-        if self._load.has_changed(counts):
+        if self._scheduler.has_stats:
             reachable = set(range(self._client_count)) - self._held
             if builders or reachable:
-                stats = self._load.tell(counts, *self._wave_progress())
+                stats = self._scheduler.pop_stats(*self._wave_progress())
                 if not builders:
                     builders[min(reachable)] = MessageBuilder()
         messages: list[Outgoing] = []
@@ -628,12 +621,9 @@ class MockEngine:
 
     def _settle(self) -> None:
         """Work out whether there is more to do, and whether that is tokens and nothing else."""
-        pause, scheduler = self._control.pause, self._scheduler
-        can_run = pause.is_stepping and scheduler.can_step
-        can_start = not pause.is_paused and scheduler.can_start
         is_untold = self._has_news_for_coordinator
-        self._is_steady = can_run and not (can_start or is_untold) and scheduler.is_all_fast
-        self._has_work = can_run or can_start or is_untold
+        self._is_steady = self._scheduler.is_steady and not is_untold
+        self._has_work = self._scheduler.has_work or is_untold
 
     # Data parallelism ---------------------------------------------------------------------------
 
@@ -644,13 +634,13 @@ class MockEngine:
     @property
     def _has_news_for_coordinator(self) -> bool:
         is_reachable = self._has_coordinator and COORDINATOR not in self._held
-        return is_reachable and self._load.has_changed_for_coordinator(self.counts)
+        return is_reachable and self._load.has_changed(self.counts)
 
     def _report_to_coordinator(self, now: float) -> list[Outgoing]:
         counts = self.counts
-        if not (self._has_news_for_coordinator and self._load.is_due_to_coordinator(counts, now)):
+        if not (self._has_news_for_coordinator and self._load.is_due(counts, now)):
             return []
-        self._load.told_coordinator(counts, now)
+        self._load.told(counts, now)
         return [self._replies.load(counts, *self._wave_progress(), now)]
 
     def start_wave(self, notice: StartDpWave, now: float) -> None:

@@ -47,7 +47,18 @@ class MessageIgnored:
     reason: str
 
 
-LogEntry = RequestStarted | RequestFinished | RequestRefused | MessageIgnored
+@attrs.frozen
+class PaceLost:
+    """The machine is too slow for the times that are asked for."""
+
+    seconds: float
+    """How far behind it fell since the last entry of this kind."""
+
+
+LogEntry = RequestStarted | RequestFinished | RequestRefused | MessageIgnored | PaceLost
+
+PACE_INTERVAL = 10.0
+"""Seconds between two entries about a lost pace."""
 
 
 @attrs.define
@@ -93,6 +104,8 @@ class EventLog:
     """Whether each request that starts or ends makes an entry; faults always do."""
     summary: Summary = attrs.field(factory=Summary, init=False)
     _entries: list[LogEntry] = attrs.field(factory=list, init=False)
+    _lost: float = attrs.field(default=0.0, init=False)
+    _next_about_pace: float = attrs.field(default=-math.inf, init=False)
 
     def pop_entries(self) -> list[LogEntry]:
         """Return all entries and forget them."""
@@ -130,3 +143,10 @@ class EventLog:
         """A message led to nothing."""
         self.summary.errors += 1
         self._entries.append(MessageIgnored(reason))
+
+    def lost_time(self, seconds: float, now: float) -> None:
+        """Steps came too late, by so much."""
+        self._lost += seconds
+        if now >= self._next_about_pace:
+            self._entries.append(PaceLost(self._lost))
+            self._lost, self._next_about_pace = 0.0, now + PACE_INTERVAL

@@ -25,7 +25,7 @@ ROW_COST, LOGPROBS_COST = 200, 1500
 
 
 @attrs.define(eq=False)
-class _Member:
+class PlainMember:
     """A request in the batch, and how far it has come there."""
 
     request: Request
@@ -38,6 +38,102 @@ class _Member:
     """Makes what is told of the prompt, in slices; yields how many numbers each has made."""
 
 
+class RowMaker:
+    """Makes the rows of requests on the plain path."""
+
+    def __init__(self, config: MockEngineConfig, source: TokenSource) -> None:
+        self._source = source
+        self._vocab_size = config.vocab_size
+        self._chunk_size = config.output_token_chunk_size
+        self._pooler = Pooler(config.embedding_size, config.num_labels)
+        self._logprobs = LogprobModel(config.vocab_size)
+
+    def member(self, request: Request) -> PlainMember:
+        """Take in a request."""
+        extras = request.extras or _NO_EXTRAS
+        output = EngineCoreOutput(request.request_id)
+        return PlainMember(
+            request,
+            self._logprobs.width(extras.logprobs, extras.logprob_token_ids),
+            request.emitted,
+            output,
+            None if request.is_prefilled else self._prefill(request, extras, output),
+        )
+
+    def add_row(self, member: PlainMember, builder: MessageBuilder, width: int) -> bool:
+        """Put the next output of a request into a message; whether it was the last.
+
+        Args:
+          member: Its prefill must be over.
+          builder: Of the message.
+          width: Columns of log probabilities, if the request wants any.
+        """
+        request, output = member.request, member.output
+        extras = request.extras or _NO_EXTRAS
+        output.trace_headers = extras.trace_headers
+        if extras.pooling is None:
+            self._give_tokens(member, extras, width)
+        else:
+            output.finish_reason = FinishReason.STOP
+        if request.events:
+            output.events = [EngineCoreEvent(kind, time) for kind, time in request.events]
+            request.events = None
+        builder.outputs.append(output)
+        if output.finish_reason is None:
+            member.output = EngineCoreOutput(request.request_id)
+            return False
+        builder.finished.append(request.request_id)
+        request.emitted = member.emitted
+        return True
+
+    def _give_tokens(self, member: PlainMember, extras: Extras, width: int) -> None:
+        request, output = member.request, member.output
+        first = member.emitted
+        count = min(self._chunk_size, request.end - first)
+        if extras.trace is not None:
+            start = first - extras.trace_from
+            tokens = list(extras.trace[start : start + count])
+        else:
+            tokens = self._source.draw(request.key, first, count)
+        if first < extras.unmasked_from and extras.masked_token_ids:
+            tokens = _unmasked(tokens, first, extras, self._vocab_size)
+        output.new_token_ids = tokens
+        if member.width:
+            output.new_logprobs = self._logprobs.sample(
+                request.key, first, tokens, width, extras.logprob_token_ids
+            )
+        member.emitted += count
+        if member.emitted == request.end:
+            output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
+
+    def _prefill(self, request: Request, extras: Extras, output: EngineCoreOutput) -> Iterator[int]:
+        """Put into an output what is told of the prompt, in slices."""
+        count, prompt, key = request.prompt_len, extras.prompt_token_ids, request.key
+        output.prefill_stats = PrefillStats(num_prompt_tokens=count, num_computed_tokens=count)
+        if extras.prompt_logprobs is not None:
+            made = self._logprobs.empty_prompt(prompt, extras.prompt_logprobs)
+            for rows in _slices(*made.token_ids.shape):
+                self._logprobs.fill_prompt(made, key, prompt, rows)
+                yield (rows.stop - rows.start) * made.token_ids.shape[1]
+            output.new_prompt_logprobs_tensors = made
+        if extras.prompt_logprob_token_ids is not None:
+            token_ids = extras.prompt_logprob_token_ids
+            values = self._logprobs.empty_prompt_token_ids(token_ids)
+            for rows in _slices(*token_ids.shape):
+                self._logprobs.fill_prompt_token_ids(values, key, prompt, token_ids, rows)
+                yield (rows.stop - rows.start) * token_ids.shape[1]
+            output.prompt_token_id_logprobs = values
+        if extras.pooling is not None:
+            vectors = self._pooler.empty(extras.pooling, count)
+            for rows in _slices(*vectors.shape):
+                self._pooler.fill(vectors, key, extras.pooling, rows)
+                yield (rows.stop - rows.start) * vectors.shape[1]
+            output.pooling_output = Tensor.from_numpy(
+                vectors if extras.pooling.task in PER_TOKEN else vectors[0]
+            )
+        request.is_prefilled = True
+
+
 class PlainBatch:
     """The requests of one engine on the plain path.
 
@@ -47,13 +143,10 @@ class PlainBatch:
     """
 
     def __init__(self, config: MockEngineConfig, source: TokenSource) -> None:
-        self._source = source
-        self._vocab_size = config.vocab_size
+        self._maker = RowMaker(config, source)
         self._chunk_size = config.output_token_chunk_size
-        self._pooler = Pooler(config.embedding_size, config.num_labels)
-        self._logprobs = LogprobModel(config.vocab_size)
-        self._members: dict[str, _Member] = {}
-        self._round: deque[_Member] = deque()  # members that the step in hand has not come to
+        self._members: dict[str, PlainMember] = {}
+        self._round: deque[PlainMember] = deque()  # members that the step in hand has not come to
         self._width = 0  # columns of log probabilities in the step in hand
         self._held: frozenset[int] = frozenset()
         self.tokens_made = 0
@@ -102,30 +195,23 @@ class PlainBatch:
             numbers += ROW_COST
             if member.width:
                 numbers += LOGPROBS_COST + self._width * self._chunk_size
-            if self._add_row(member, builder_for(member.request.client_index)):
+            before = member.emitted
+            builder = builder_for(member.request.client_index)
+            if self._maker.add_row(member, builder, self._width):
                 finished.append(member.request)
+                self.remove(member.request)
+            self.tokens_made += member.emitted - before
         return finished
 
     def _begin(self, joining: Iterable[Request]) -> None:
         for request in joining:
-            self._members[request.request_id] = self._member(request)
+            self._members[request.request_id] = self._maker.member(request)
         # A real engine computes log probabilities for the whole batch at once: all are as wide as
         # the widest.
         self._width = max((member.width for member in self._members.values()), default=0)
         self._round.extend(self._members.values())
 
-    def _member(self, request: Request) -> _Member:
-        extras = request.extras or _NO_EXTRAS
-        output = EngineCoreOutput(request.request_id)
-        return _Member(
-            request,
-            self._logprobs.width(extras.logprobs, extras.logprob_token_ids),
-            request.emitted,
-            output,
-            None if request.is_prefilled else self._prefill(request, extras, output),
-        )
-
-    def _is_due(self, member: _Member) -> bool:
+    def _is_due(self, member: PlainMember) -> bool:
         request = member.request
         is_here = self._members.get(request.request_id) is member  # and not aborted meanwhile
         return is_here and request.client_index not in self._held
@@ -133,76 +219,6 @@ class PlainBatch:
     def remove(self, request: Request) -> None:
         """Take out a member before its end, with the tokens that it has got."""
         request.emitted = self._members.pop(request.request_id).emitted
-
-    # Rows ---------------------------------------------------------------------------------------
-
-    def _add_row(self, member: _Member, builder: MessageBuilder) -> bool:
-        """Put the next output of a request into a message; whether it was the last."""
-        request, output = member.request, member.output
-        extras = request.extras or _NO_EXTRAS
-        output.trace_headers = extras.trace_headers
-        if extras.pooling is None:
-            self._give_tokens(member, extras)
-        else:
-            output.finish_reason = FinishReason.STOP
-        if request.events:
-            output.events = [EngineCoreEvent(kind, time) for kind, time in request.events]
-            request.events = None
-        builder.outputs.append(output)
-        self.tokens_made += len(output.new_token_ids)
-        if output.finish_reason is None:
-            member.output = EngineCoreOutput(request.request_id)
-            return False
-        builder.finished.append(request.request_id)
-        self.remove(request)
-        return True
-
-    def _give_tokens(self, member: _Member, extras: Extras) -> None:
-        request, output = member.request, member.output
-        first = member.emitted
-        count = min(self._chunk_size, request.end - first)
-        if extras.trace is not None:
-            start = first - extras.trace_from
-            tokens = list(extras.trace[start : start + count])
-        else:
-            tokens = self._source.draw(request.key, first, count)
-        if first < extras.unmasked_from and extras.masked_token_ids:
-            tokens = _unmasked(tokens, first, extras, self._vocab_size)
-        output.new_token_ids = tokens
-        if member.width:
-            output.new_logprobs = self._logprobs.sample(
-                request.key, first, tokens, self._width, extras.logprob_token_ids
-            )
-        member.emitted += count
-        if member.emitted == request.end:
-            output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
-
-    def _prefill(self, request: Request, extras: Extras, output: EngineCoreOutput) -> Iterator[int]:
-        """Put into an output what is told of the prompt, in slices."""
-        count, prompt, key = request.prompt_len, extras.prompt_token_ids, request.key
-        output.prefill_stats = PrefillStats(num_prompt_tokens=count, num_computed_tokens=count)
-        if extras.prompt_logprobs is not None:
-            made = self._logprobs.empty_prompt(prompt, extras.prompt_logprobs)
-            for rows in _slices(*made.token_ids.shape):
-                self._logprobs.fill_prompt(made, key, prompt, rows)
-                yield (rows.stop - rows.start) * made.token_ids.shape[1]
-            output.new_prompt_logprobs_tensors = made
-        if extras.prompt_logprob_token_ids is not None:
-            token_ids = extras.prompt_logprob_token_ids
-            values = self._logprobs.empty_prompt_token_ids(token_ids)
-            for rows in _slices(*token_ids.shape):
-                self._logprobs.fill_prompt_token_ids(values, key, prompt, token_ids, rows)
-                yield (rows.stop - rows.start) * token_ids.shape[1]
-            output.prompt_token_id_logprobs = values
-        if extras.pooling is not None:
-            vectors = self._pooler.empty(extras.pooling, count)
-            for rows in _slices(*vectors.shape):
-                self._pooler.fill(vectors, key, extras.pooling, rows)
-                yield (rows.stop - rows.start) * vectors.shape[1]
-            output.pooling_output = Tensor.from_numpy(
-                vectors if extras.pooling.task in PER_TOKEN else vectors[0]
-            )
-        request.is_prefilled = True
 
 
 def _advance(prefill: Iterator[int], limit: int) -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import attrs
 import numpy as np
 
+from trio_vllm.mock.block_hashes import PLAIN, CacheScope, MultiModalSpan
 from trio_vllm.mock.config import MockEngineConfig
 from trio_vllm.mock.content import Pooler, TokenSource, request_key
+from trio_vllm.mock.kv_cache import BlockTable
+from trio_vllm.mock.scheduled_request import ScheduledRequest
 from trio_vllm.protocol import (
     Array,
     EngineCoreRequest,
@@ -55,6 +58,10 @@ class Request:
     """Why it will end there."""
     stop_reason: int | None = None
     extras: Extras | None = None
+    scheduled: ScheduledRequest | None = None
+    """What vLLM's scheduler knows of it, if there is one."""
+    is_prefilled_elsewhere: bool = False
+    """Whether its ``kv_transfer_params`` say so."""
 
     emitted: int = 0
     """Tokens that it had got when it last left a batch, or joins its first one."""
@@ -107,6 +114,9 @@ class RequestFactory:
     _engine_index: int
     _config: MockEngineConfig
     _source: TokenSource
+    _is_scheduled: bool = attrs.field(
+        default=attrs.Factory(lambda self: self._config.is_scheduled, takes_self=True), init=False
+    )
 
     def make(self, wire: EngineCoreRequest, emitted: int) -> Request | Refusal:
         """Make a request; its first token will be that of position ``emitted``.
@@ -129,6 +139,8 @@ class RequestFactory:
             stop_reason=end.stop_reason,
             emitted=emitted,
             extras=_extras(wire, emitted, self._config.vocab_size),
+            scheduled=_scheduled(wire, prompt_len) if self._is_scheduled else None,
+            is_prefilled_elsewhere=_is_prefilled_elsewhere(wire),
         )
 
     def _fault(self, wire: EngineCoreRequest, prompt_len: int) -> str | None:
@@ -219,6 +231,48 @@ def _prompt_len(wire: EngineCoreRequest) -> int:
         count, *sizes = wire.prompt_embeds.shape
         return 0 if 0 in sizes else count  # any number of rows of nothing takes no memory
     return 0
+
+
+def _scheduled(wire: EngineCoreRequest, prompt_len: int) -> ScheduledRequest:
+    """What the scheduler is told of a request."""
+    lora = wire.lora_request
+    is_embeds = wire.prompt_token_ids is None
+    params = wire.sampling_params or wire.pooling_params
+    scope = CacheScope(
+        # Embeddings are not hashed: each prompt of them is like no other.
+        cache_salt=wire.request_id if is_embeds else wire.cache_salt,
+        lora_name=None if lora is None else lora.lora_name,
+        lora_path="" if lora is None else lora.lora_path,
+        multimodal=_multimodal(wire),
+    )
+    table = BlockTable(
+        [0] * prompt_len if is_embeds else list(wire.prompt_token_ids or ()),
+        PLAIN if scope == PLAIN else scope,
+        lora_id=None if lora is None else lora.lora_int_id,
+        session_id=wire.session_id,
+        skip_reading_prefix_cache=bool(params and params.skip_reading_prefix_cache),
+    )
+    return ScheduledRequest(
+        request_id=wire.request_id,
+        num_prompt_tokens=prompt_len,
+        table=table,
+        priority=wire.priority,
+        arrival_time=wire.arrival_time,
+    )
+
+
+def _is_prefilled_elsewhere(wire: EngineCoreRequest) -> bool:
+    params = wire.sampling_params
+    given = (params.extra_args or {}).get("kv_transfer_params") if params is not None else None
+    return isinstance(given, Mapping) and bool(given.get("do_remote_prefill"))
+
+
+def _multimodal(wire: EngineCoreRequest) -> tuple[MultiModalSpan, ...]:
+    spans = [
+        MultiModalSpan(one.identifier, one.mm_position.offset, one.mm_position.length)
+        for one in wire.mm_features or ()
+    ]
+    return tuple(sorted(spans, key=lambda span: span.offset))
 
 
 def _extras(wire: EngineCoreRequest, emitted: int, vocab_size: int) -> Extras | None:

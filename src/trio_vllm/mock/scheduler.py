@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import attrs
 
 from trio_vllm.mock.config import MockEngineConfig
 from trio_vllm.mock.content import TokenSource
-from trio_vllm.mock.encoding import MessageBuilder, MessageTemplate, Outgoing
+from trio_vllm.mock.encoding import MessageBuilder, MessageTemplate, Outgoing, StatsTemplate
 from trio_vllm.mock.fast_batch import FastBatch
+from trio_vllm.mock.kv_events import KvCacheEvent
 from trio_vllm.mock.plain_batch import PlainBatch
 from trio_vllm.mock.request import Request
 from trio_vllm.protocol import EventType
 
 Counts = tuple[int, int]
 """Requests running and waiting."""
+
+Paused = Literal["no", "new", "all"]
+"""Whether waiting requests are held back (``new``), or running ones as well (``all``)."""
 
 MAX_LAG = 0.1
 """Seconds that steps may be late and still be made up for."""
@@ -52,6 +57,9 @@ class Scheduler:
 
     There is no limit to how many run at once. They wait for the next step, for a pause to end, or,
     while their client is held, for its release.
+
+    Clients get statistics with the next message after the counts have changed, not with every
+    message: nothing else in them ever changes.
     """
 
     def __init__(
@@ -69,6 +77,11 @@ class Scheduler:
         self._waiting: dict[str, Request] = {}
         self._on_plain_path: set[str] = set()
         self._held: frozenset[int] = frozenset()
+        self._clock = StepClock(config.step_interval)
+        self._stats = StatsTemplate()
+        self._told: Counts = (0, 0)
+        self._prefills = self._prefilled_tokens = 0
+        self.paused: Paused = "no"
 
     @property
     def counts(self) -> Counts:
@@ -76,19 +89,27 @@ class Scheduler:
         return self._fast.count + self._plain.count, len(self._waiting)
 
     @property
-    def can_step(self) -> bool:
+    def _can_step(self) -> bool:
         """Whether a step would give a running request something."""
-        return self._fast.active_count > 0 or self._plain.active_count > 0
+        has_active = self._fast.active_count > 0 or self._plain.active_count > 0
+        return has_active and self.paused != "all"
 
     @property
-    def can_start(self) -> bool:
-        """Whether a step would start a waiting request, unless there is a pause."""
-        return bool(self._waiting) and (not self._held or bool(self._startable()))
+    def _can_start(self) -> bool:
+        """Whether a step would start a waiting request."""
+        if not self._waiting or self.paused != "no":
+            return False
+        return not self._held or bool(self._startable())
 
     @property
-    def is_all_fast(self) -> bool:
-        """Whether no request is on the plain path."""
-        return not self._plain.count
+    def has_work(self) -> bool:
+        """Whether a step is due."""
+        return self._can_step or self._can_start
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the next steps make tokens and nothing else."""
+        return not self._plain.count and self._can_step and not self._can_start
 
     @property
     def tokens_made(self) -> int:
@@ -124,6 +145,9 @@ class Scheduler:
         else:
             self._fast.remove(request)
 
+    def reset_cache(self, now: float) -> None:
+        """Nothing is cached."""
+
     def preempt_all(self, now: float) -> None:
         """Let all running requests wait again, before those that are waiting."""
         later = self._waiting
@@ -139,27 +163,43 @@ class Scheduler:
         self._fast.hold(held)
         self._plain.hold(held)
 
+    # Time ---------------------------------------------------------------------------------------
+
+    def begin(self, now: float) -> None:
+        """Something is to be done after a time with nothing."""
+        self._clock.begin(now)
+
+    def due(self, now: float) -> float:
+        """When the next step is due."""
+        return self._clock.due(now)
+
+    def pop_lost_time(self) -> float:
+        """No pace is promised."""
+        return 0.0
+
     # Steps --------------------------------------------------------------------------------------
 
     def steady_step(self, template: MessageTemplate, now: float) -> list[Outgoing] | None:
         """See `FastBatch.steady_step`; only if no request waits or is on the plain path."""
-        return self._fast.steady_step(template, now)
+        messages = self._fast.steady_step(template, now)
+        if messages is not None and self._clock.interval:
+            self._clock.stepped(now)
+        return messages
 
     def steady_steps(
         self, template: MessageTemplate, now: float, limit: int
     ) -> tuple[int, list[Outgoing]] | None:
         """See `FastBatch.steady_steps`; only if no request waits or is on the plain path."""
-        return self._fast.steady_steps(template, now, limit)
+        return None if self._clock.interval else self._fast.steady_steps(template, now, limit)
 
-    def step(
-        self, now: float, builder_for: Callable[[int], MessageBuilder], *, admit: bool
-    ) -> tuple[list[Request], list[Request]]:
-        """Make a step of any kind: which requests were started, and which have finished."""
+    def step(self, now: float, builder_for: Callable[[int], MessageBuilder]) -> list[Request]:
+        """Make a step of any kind; which requests have finished."""
+        if self.paused == "all":
+            return []
         if self._plain.is_in_step:
-            started: list[Request] = []
             finished = self._plain.step((), builder_for)
         else:
-            started = self._startable() if admit and self._waiting else []
+            started = self._startable() if self._can_start else []
             fast, plain = self._start(started, now)
             finished = self._fast.step(fast, builder_for)
             if plain or self._plain.count:
@@ -167,7 +207,9 @@ class Scheduler:
         for request in finished:
             del self._unfinished[request.request_id]
             self._on_plain_path.discard(request.request_id)
-        return started, finished
+        if finished or self.counts[0]:
+            self._clock.stepped(now)
+        return finished
 
     def _start(self, started: list[Request], now: float) -> tuple[list[Request], list[Request]]:
         """Send waiting requests along the fast path and the plain path."""
@@ -175,6 +217,8 @@ class Scheduler:
         plain: list[Request] = []
         for request in started:
             del self._waiting[request.request_id]
+            self._prefills += 1
+            self._prefilled_tokens += request.prompt_len
             request.note(EventType.SCHEDULED, now)
             if self._fast_path and self._fast.accepts(request):
                 fast.append(request)
@@ -186,6 +230,24 @@ class Scheduler:
     def _startable(self) -> list[Request]:
         waiting = self._waiting.values()
         return [request for request in waiting if request.client_index not in self._held]
+
+    def pop_kv_events(self) -> list[list[KvCacheEvent]]:
+        """Nothing is cached."""
+        return []
+
+    # Statistics ---------------------------------------------------------------------------------
+
+    @property
+    def has_stats(self) -> bool:
+        """Whether clients do not know the counts yet, or that prompts were not found cached."""
+        return self.counts != self._told or self._prefills > 0
+
+    def pop_stats(self, step: int, wave: int) -> bytes:
+        """The encoded statistics, with the numbers of a lockstep; the clients know them then."""
+        self._told = self.counts
+        stats = self._stats.fill(*self._told, step, wave, self._prefills, self._prefilled_tokens)
+        self._prefills = self._prefilled_tokens = 0
+        return stats
 
     def forget_messages(self) -> None:
         """Use another template from now on."""

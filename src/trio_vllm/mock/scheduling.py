@@ -336,26 +336,32 @@ class Scheduler:
         while index < len(self._running) and step.budget > 0:
             request = self._running[index]
             num_tokens = self._next_chunk(request, step)
-            if not num_tokens:
-                index += 1
-                continue
-            while not self._allocate(request, num_tokens):
-                victim = self._choose_victim()
-                if self._running.index(victim) < index:
-                    index -= 1
-                self._running.remove(victim)
-                step.take_back(victim)
-                step.preempted.append(victim)
-                self._preempt(victim, step.now)
-                if victim is request:
+            if num_tokens:
+                index -= self._make_room(request, num_tokens, step)
+                if request.status is not RequestStatus.RUNNING:
+                    if self._goes_on_after_preemption:
+                        continue
                     break
-            if request.status is RequestStatus.RUNNING:
                 step.give(request, num_tokens)
                 step.goes_on_with_prefill |= request.is_prefill_chunk
                 self._spend_drafts(request, step)
-                index += 1
-            elif not self._goes_on_without(request):
-                break
+            index += 1
+
+    def _make_room(self, request: ScheduledRequest, num_tokens: int, step: Step) -> int:
+        """Give a running request its blocks, for which others or itself may be preempted.
+
+        Returns:
+          How many requests before it do not run any more.
+        """
+        before = 0
+        while request.status is RequestStatus.RUNNING and not self._allocate(request, num_tokens):
+            victim = self._choose_victim()
+            before += victim.seat < request.seat
+            self._running.remove(victim)
+            step.take_back(victim)
+            step.preempted.append(victim)
+            self._preempt(victim, step.now)
+        return before
 
     def _next_chunk(self, request: ScheduledRequest, step: Step) -> int:
         """How many tokens a running request is to compute."""
@@ -380,7 +386,8 @@ class Scheduler:
             return max(self._running, key=lambda request: request.urgency[:2])
         return self._running[-1]
 
-    def _goes_on_without(self, request: ScheduledRequest) -> bool:
+    @property
+    def _goes_on_after_preemption(self) -> bool:
         """Whether others are still scheduled after a request had to preempt itself."""
         return self._config.release >= (0, 33) and self._config.scheduling_policy == "priority"
 
@@ -459,8 +466,8 @@ class Scheduler:
         self._seat(request, step)
         request.num_computed_tokens = num_computed_tokens
         step.give(request, num_tokens)
-        if padding:
-            step.drafts[request] = padding
+        if padding and num_tokens > 1:  # upstream fails if a threshold cuts the places for drafts
+            step.drafts[request] = num_tokens - 1
         return True
 
     def _padding(self, request: ScheduledRequest, num_computed_tokens: int, step: Step) -> int:
@@ -525,8 +532,8 @@ class Scheduler:
         request.num_tokens += got.num_delivered
         request.num_draft_tokens = self._config.num_speculative_tokens
         if request.num_draft_tokens and self._config.release >= (0, 33):
-            end = min(request.num_computed_tokens, request.num_tokens)
-            self._cache.cache_full_blocks(request.table, end)
+            # The last token of a row is not computed yet, even if the row was cut.
+            self._cache.cache_full_blocks(request.table, request.num_tokens - 1)
 
     def _observe_drafts(self, step: Step, num_drafts: int, num_accepted: int) -> None:
         """Count the drafts of one row."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import assert_never
+from typing import TypeAlias, assert_never
 
 import attrs
 import trio
@@ -19,26 +21,33 @@ from trio_vllm.errors import (
     StartupError,
 )
 from trio_vllm.mock.config import MockEngineConfig, ServeOptions
-from trio_vllm.mock.engine import MockEngine, ready_response
+from trio_vllm.mock.engine import MockEngine, data_parallel_size, ready_response
 from trio_vllm.mock.events import (
     LogEntry,
     MessageIgnored,
+    PaceLost,
     RequestFinished,
     RequestRefused,
     RequestStarted,
     Summary,
 )
+from trio_vllm.mock.publishing import KvEventFeed, publishing_kv_events
 from trio_vllm.mock.runner import EngineRunner, Lockstep, RunnerLimits
 from trio_vllm.protocol import EngineCoreReadyResponse, FinishReason, HandshakeInit
 from trio_vllm.transport import (
     DESCRIPTORS_PER_ENGINE,
+    EngineLingers,
     FrontendChannels,
     FrontendDisconnect,
+    InMemory,
     join_frontend,
     require_descriptors,
 )
 
 log = logging.getLogger("trio_vllm.mock")
+
+
+Tap: TypeAlias = Callable[[int, FrontendChannels], FrontendChannels]
 
 
 @attrs.frozen(kw_only=True)
@@ -54,6 +63,7 @@ class ServeLimits:
     last_outputs_time: float = 2.0
     """Seconds that a frontend may take, once requests are aborted, to make room for the messages
     about that."""
+    lingers: EngineLingers = attrs.field(factory=EngineLingers)
     runner: RunnerLimits = attrs.field(factory=RunnerLimits)
 
 
@@ -63,9 +73,12 @@ async def serve_mock_engines(
     *,
     shutdown: trio.Event | None = None,
     limits: ServeLimits = ServeLimits(),
+    tap: Tap = lambda _index, channels: channels,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> Summary:
     """Run mock engines until ``shutdown`` is set; gives the counts of them all.
+
+    ``tap`` may put something of its own between an engine, named by its index, and its channels.
 
     For `trio.Nursery.start` it has started when every engine has joined a frontend, which has to
     come from somewhere else meanwhile.
@@ -80,7 +93,10 @@ async def serve_mock_engines(
       Ends the engines at once; their requests are neither drained nor aborted.
     """
     shutdown = trio.Event() if shutdown is None else shutdown
-    service = _Service(config, options, limits, shutdown, task_status)
+    if config.is_scheduled and config.prefix_caching_hash_seed is None:
+        seed = os.environ.get("PYTHONHASHSEED")
+        config = attrs.evolve(config, prefix_caching_hash_seed=seed)
+    service = _Service(config, options, limits, shutdown, tap, task_status)
     await service.run()
     return service.summary
 
@@ -93,11 +109,14 @@ class _Service:
     _options: ServeOptions
     _limits: ServeLimits
     _shutdown: trio.Event
+    _tap: Tap
     _task_status: trio.TaskStatus[None]
     summary: Summary = attrs.field(factory=Summary, init=False)
     _lockstep: Lockstep = attrs.field(factory=Lockstep, init=False)
     _missing: set[int] = attrs.field(init=False)
     """Engines that have not joined a frontend since the start."""
+    _losses: int = attrs.field(default=0, init=False)
+    """Engines whose frontend has gone since garbage was collected."""
     _failure: Exception | None = attrs.field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -124,18 +143,20 @@ class _Service:
     async def _guard(self, engine_index: int, all_engines: trio.CancelScope) -> None:
         await trio.lowlevel.checkpoint()
         try:
-            await self._run_engine(engine_index)
+            async with publishing_kv_events(self._config, engine_index) as feed:
+                await self._run_engine(engine_index, feed)
         except Exception as error:  # whatever it is: half of the engines is worse than none
             if self._failure is None:
                 self._failure = _failure_of(engine_index, error)
                 all_engines.cancel(reason=f"engine {engine_index} failed")
 
-    async def _run_engine(self, engine_index: int) -> None:
+    async def _run_engine(self, engine_index: int, feed: KvEventFeed | None) -> None:
         """Serve one frontend after the other."""
-        await trio.lowlevel.checkpoint()
+        with trio.move_on_after(self._config.startup_duration * self._config.time_scale):
+            await self._shutdown.wait()
         while not self._shutdown.is_set():
             try:
-                gone = await self._serve_frontend(engine_index)
+                gone = await self._serve_frontend(engine_index, feed)
             except StartupError as error:
                 if not self._options.reconnect:
                     raise
@@ -146,10 +167,22 @@ class _Service:
                 if not self._options.reconnect:
                     raise EngineDeadError(engine_index, f"the frontend has gone ({gone})")
                 log.warning("engine %d: the frontend has gone (%s)", engine_index, gone)
+                self._collect_garbage()
             with trio.move_on_after(self._limits.retry_delay):
                 await self._shutdown.wait()
 
-    async def _serve_frontend(self, engine_index: int) -> str | None:
+    def _collect_garbage(self) -> None:
+        """Free what engines had for the frontend that has left them all.
+
+        It refers to itself; where collections are rare, as in the command, each frontend would add to
+        what is kept.
+        """
+        self._losses += 1
+        if self._losses >= self._options.engine_count:
+            self._losses = 0
+            gc.collect()
+
+    async def _serve_frontend(self, engine_index: int, feed: KvEventFeed | None) -> str | None:
         """Join a frontend and serve it; gives which address has gone, None after a shutdown."""
         session = _Session(self._options.shutdown_timeout, self._limits.last_outputs_time)
         with session.scope:
@@ -164,16 +197,16 @@ class _Service:
                     ready_response=partial(self._ready_response, engine_index),
                     timeout=self._options.startup_timeout,
                     output_high_water_mark=self._limits.output_high_water_mark,
+                    lingers=self._limits.lingers,
                 ) as channels,
             ):
-                await self._serve(engine_index, channels, session)
+                await self._serve(engine_index, self._tap(engine_index, channels), session, feed)
         return session.lost_address
 
     def _ready_response(self, engine_index: int, init: HandshakeInit) -> EngineCoreReadyResponse:
         size = 1
         if self._config.lockstep:
-            known = init.parallel_config.get("data_parallel_size")
-            size = known if isinstance(known, int) else self._options.last_index + 1
+            size = data_parallel_size(init, self._options.last_index + 1)
         return ready_response(
             self._config,
             engine_index,
@@ -191,7 +224,11 @@ class _Service:
                 log.info("engine %d: still joining the frontend at %s", engine_index, address)
 
     async def _serve(
-        self, engine_index: int, channels: FrontendChannels, session: _Session
+        self,
+        engine_index: int,
+        channels: FrontendChannels,
+        session: _Session,
+        feed: KvEventFeed | None,
     ) -> None:
         engine = MockEngine(
             self._config,
@@ -199,10 +236,12 @@ class _Service:
             client_count=len(channels.outputs),
             has_coordinator=channels.coordinator is not None,
         )
+        if feed is not None:
+            feed.restart()
         runner = EngineRunner(
             engine,
             channels,
-            on_idle_check=partial(self._on_idle_check, engine),
+            on_idle_check=partial(self._on_idle_check, engine, feed),
             limits=self._limits.runner,
         )
         self._note_joined(engine_index, channels)
@@ -216,6 +255,9 @@ class _Service:
             raise
         finally:
             self._lockstep.runners.discard(runner)
+            if session.lost_address is not None:
+                # Whoever counts wants each request to end, and these have nobody to tell.
+                engine.shut_down(self._limits.runner.clock(), drain=False)
             self.summary += engine.summary
             log_entries(engine_index, engine.events.pop_entries())
 
@@ -228,7 +270,9 @@ class _Service:
             if not self._missing:
                 self._task_status.started()
 
-    def _on_idle_check(self, engine: MockEngine) -> None:
+    def _on_idle_check(self, engine: MockEngine, feed: KvEventFeed | None) -> None:
+        if feed is not None:
+            feed.publish_from(engine)
         if entries := engine.events.pop_entries():
             log_entries(engine.engine_index, entries)
         if self._config.lockstep:
@@ -263,6 +307,43 @@ class _Session:
         self.runner.shut_down(drain=False)
         await trio.sleep(self._last_outputs_time)
         self.scope.cancel(reason="the frontend does not take the last outputs")
+
+
+async def serve_in_memory(
+    config: MockEngineConfig,
+    meeting: InMemory,
+    engine_index: int,
+    *,
+    lockstep: Lockstep,
+    tap: Callable[[FrontendChannels], FrontendChannels] = lambda channels: channels,
+) -> None:
+    """Run one mock engine for the frontend of its process, by trio's clock, until cancelled.
+
+    Args:
+      config: How it behaves.
+      meeting: Where the frontend is.
+      engine_index: Its number.
+      lockstep: That of all engines which end a wave together.
+      tap: Puts something between the engine and its channels.
+    """
+    size = len(meeting.engine_indices) if config.lockstep else 1
+    response = ready_response(config, engine_index, data_parallel_size=size)
+    channels = tap(meeting.join(engine_index, response))
+    engine = MockEngine(config, engine_index, has_coordinator=channels.coordinator is not None)
+
+    def on_idle_check() -> None:
+        log_entries(engine_index, engine.events.pop_entries())
+        if config.lockstep:
+            lockstep.settle(trio.current_time())
+
+    limits = RunnerLimits(clock=trio.current_time)
+    runner = EngineRunner(engine, channels, on_idle_check=on_idle_check, limits=limits)
+    lockstep.runners.add(runner)
+    try:
+        async with running(*runner.pumps()):
+            await runner.run()
+    finally:
+        lockstep.runners.discard(runner)
 
 
 def _failure_of(engine_index: int, error: Exception) -> Exception:
@@ -316,6 +397,12 @@ def log_entries(engine_index: int, entries: Iterable[LogEntry]) -> None:
                 )
             case MessageIgnored():
                 log.warning("engine %d: message ignored: %s", engine_index, entry.reason)
+            case PaceLost():
+                log.warning(
+                    "engine %d: this machine is too slow for the times asked for: %.3f s behind",
+                    engine_index,
+                    entry.seconds,
+                )
             case _:
                 assert_never(entry)
 

@@ -26,12 +26,12 @@ MEMORY = frozenset({"weights", "kv_cache"})
 
 
 class PauseState(enum.Enum):
-    """How far a scheduler is paused."""
+    """How far a scheduler is paused, in the words of `scheduler.Paused`."""
 
-    RUNNING = enum.auto()
-    NO_NEW = enum.auto()
+    RUNNING = "no"
+    NO_NEW = "new"
     """What runs goes on, what is new waits."""
-    ALL = enum.auto()
+    ALL = "all"
     """Nothing goes on."""
 
 
@@ -168,8 +168,12 @@ class RequestAction(enum.Enum):
 
     ABORT_ALL = enum.auto()
     """End them, and tell their clients."""
+    ABORT_ALL_AND_RESET = enum.auto()
+    """And forget the prefix cache."""
     PREEMPT_ALL = enum.auto()
-    """Put those that run back into the queue."""
+    """Put those that run back into the queue, and forget the prefix cache."""
+    RESET_CACHE = enum.auto()
+    """Forget the prefix cache, if no request runs."""
 
 
 @attrs.frozen
@@ -191,6 +195,8 @@ class _Then:
     """Whether the answer is due when no request runs any more."""
     sleeps: bool = False
     """Whether memory is given up then."""
+    resets: bool = False
+    """Whether the prefix cache is forgotten then."""
 
 
 @attrs.define
@@ -241,6 +247,11 @@ class EngineControl:
     def has_deferred(self) -> bool:
         """Whether calls wait for the engine to be idle."""
         return bool(self._deferred)
+
+    @property
+    def resets_when_idle(self) -> bool:
+        """Whether one of these forgets the prefix cache then."""
+        return any(then.resets for _, then in self._deferred)
 
     def pop_overdue(self) -> Sequence[tuple[int, UtilityOutput]]:
         """The answers, by client index, that are due since no request runs any more."""
@@ -299,10 +310,13 @@ class _Methods:
             raise ValueError(f"Invalid pause mode: {mode}")
         self._pause.start(mode, refuse=refuse)
         if mode == "abort":
-            return _Then(action=RequestAction.ABORT_ALL)
+            action = RequestAction.ABORT_ALL
+            return _Then(action=RequestAction.ABORT_ALL_AND_RESET if clear_cache else action)
         if mode == "keep":
             return _Then(action=RequestAction.PREEMPT_ALL if clear_cache else None)
-        return _Then(waits=self._has_running)
+        if self._has_running:
+            return _Then(waits=True, resets=bool(clear_cache))
+        return _Then(action=RequestAction.RESET_CACHE if clear_cache else None)
 
     def resume_scheduler(self) -> None:
         self._pause.resume()
@@ -325,7 +339,7 @@ class _Methods:
     def is_sleeping(self) -> bool:
         return self._pause.is_paused or bool(self._pause.asleep)
 
-    def release_kv_cache_memory(self) -> None:
+    def release_kv_cache_memory(self) -> _Then:
         if not self._pause.is_paused or any(self._counts):
             raise RuntimeError("release_kv_cache_memory() requires a completed pause first")
         if self._pause.asleep:
@@ -333,15 +347,18 @@ class _Methods:
                 "release_kv_cache_memory() requires all executor memory to be resident"
             )
         self._pause.asleep.add("kv_cache")
+        return _Then(action=RequestAction.RESET_CACHE)
 
-    # Caches, of which there are none
+    # Caches
 
     def reset_prefix_cache(
         self, reset_running_requests: Any = False, reset_connector: Any = False
     ) -> _Then | bool:
         if reset_running_requests:
             return _Then(True, RequestAction.PREEMPT_ALL)
-        return not self._has_running
+        if self._has_running:
+            return False
+        return _Then(True, RequestAction.RESET_CACHE)
 
     def reset_mm_cache(self) -> None:
         pass

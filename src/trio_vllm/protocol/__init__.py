@@ -43,9 +43,11 @@ from trio_vllm.protocol.handshake import encode_init as encode_init
 from trio_vllm.protocol.handshake import encode_ready_response as encode_ready_response
 from trio_vllm.protocol.handshake import encode_report as encode_report
 from trio_vllm.protocol.logprobs import Logprobs as Logprobs
+from trio_vllm.protocol.logprobs import LogprobsCollector as LogprobsCollector
 from trio_vllm.protocol.logprobs import PositionLogprobs as PositionLogprobs
 from trio_vllm.protocol.logprobs import SamplingMask as SamplingMask
 from trio_vllm.protocol.logprobs import TokenLogprob as TokenLogprob
+from trio_vllm.protocol.msgpack import pack as pack
 from trio_vllm.protocol.multimodal import MultiModalFeatureSpec as MultiModalFeatureSpec
 from trio_vllm.protocol.multimodal import MultiModalField as MultiModalField
 from trio_vllm.protocol.multimodal import MultiModalFieldElem as MultiModalFieldElem
@@ -67,6 +69,7 @@ from trio_vllm.protocol.output import decode_outputs as decode_outputs
 from trio_vllm.protocol.output import decode_outputs_lazily as decode_outputs_lazily
 from trio_vllm.protocol.output import encode_outputs as encode_outputs
 from trio_vllm.protocol.output import plain_token_ids as plain_token_ids
+from trio_vllm.protocol.output import raw_logprobs_of as raw_logprobs_of
 from trio_vllm.protocol.output import row_request_id as row_request_id
 from trio_vllm.protocol.request import AbortRequests as AbortRequests
 from trio_vllm.protocol.request import EngineCoreRequest as EngineCoreRequest

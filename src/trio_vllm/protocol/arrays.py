@@ -1,4 +1,4 @@
-"""Arrays travel as ``[dtype, shape, data]``: numpy arrays and `Tensor`.
+"""Codecs of numpy arrays and of `Tensor`, which travel as ``[dtype, shape, data]``.
 
 ``data`` is a raw view inside the payload for small arrays and the index of an auxiliary frame for
 large ones (the payload is frame 0). Decoding takes either for any size. numpy arrays name their

@@ -429,7 +429,6 @@ ANY_MAP = map_of(STR, JSON_LIKE)
 # For annotations of fields: Python has one type of integers, the wire has several widths.
 Int32 = Annotated[int, I32]
 Int64 = Annotated[int, I64]
-UInt16 = Annotated[int, U16]
 UInt32 = Annotated[int, U32]
 UInt64 = Annotated[int, U64]
 Count = Annotated[int, codec_from(decode=U32, encode=integer(1, 2**32 - 1, "at least 1"))]

@@ -23,6 +23,7 @@ import numpy as np
 from trio_vllm.protocol.arrays import NUMPY_ARRAY, TENSOR_AS_NUMPY, Array
 from trio_vllm.protocol.codec import (
     AuxFrames,
+    Buffer,
     Codec,
     CodecError,
     Frames,
@@ -166,6 +167,108 @@ SAMPLE_LOGPROBS = _logprobs_codec(NUMPY_ARRAY, 4)
 PROMPT_LOGPROBS = _logprobs_codec(TENSOR_AS_NUMPY, 5)
 
 
+# Collecting --------------------------------------------------------------------------------------
+
+_ID_SIZES = {"<i4": 4, "<i8": 8}
+_VALUE_SIZE = 4
+
+
+@attrs.define
+class _Rows:
+    """Bytes of rows of one layout, to be made into arrays at once."""
+
+    id_type: str
+    rank_type: str
+    columns: int
+    token_ids: bytearray = attrs.field(factory=bytearray)
+    logprobs: bytearray = attrs.field(factory=bytearray)
+    ranks: bytearray = attrs.field(factory=bytearray)
+
+    def arrays(self) -> Logprobs:
+        ids = np.frombuffer(bytes(self.token_ids), self.id_type).reshape(-1, self.columns)
+        values = np.frombuffer(bytes(self.logprobs), "<f4").reshape(-1, self.columns)
+        return _check(Logprobs(ids, values, np.frombuffer(bytes(self.ranks), self.rank_type)))
+
+
+class LogprobsCollector:
+    """Collects the sample logprobs of a request row by row; makes arrays of them at the end.
+
+    To decode the arrays of each row costs ten times what its token costs, and most rows are alike:
+    one token, with bytes of the same layout as those before. Of these only the bytes are kept.
+    """
+
+    __slots__ = ("_columns", "_parts", "_rows")
+
+    def __init__(self, columns: int | None) -> None:
+        """Keep this many columns of each row: the engine sends those of the widest request."""
+        self._columns = columns
+        self._parts: list[_Rows | Logprobs] = []
+        self._rows: _Rows | None = None
+
+    def add_raw(self, raw: Any, frames: Frames) -> bool:
+        """Add the logprobs of one token as they were unpacked; False if they are to be decoded."""
+        try:
+            (id_type, shape, ids), (type_, shape_, values), (rank_type, rank_shape, ranks), _ = raw
+            one, columns = shape
+            id_size, rank_size = _ID_SIZES[id_type], _ID_SIZES[rank_type]
+        except (KeyError, TypeError, ValueError):
+            return False
+        ids, values, ranks = (_bytes_of(data, frames) for data in (ids, values, ranks))
+        if not (
+            type_ == "<f4"
+            and one == 1
+            and type(columns) is int
+            and shape_ == shape
+            and rank_shape == [1]
+            and _ is None
+            and len(ids) == columns * id_size > 0
+            and len(values) == columns * _VALUE_SIZE
+            and len(ranks) == rank_size
+        ):
+            return False
+        if self._columns is not None and columns > self._columns:
+            columns = self._columns
+            ids, values = ids[: columns * id_size], values[: columns * _VALUE_SIZE]
+        rows = self._rows
+        if (
+            rows is None
+            or rows.columns != columns
+            or rows.id_type != id_type
+            or rows.rank_type != rank_type
+        ):
+            rows = self._rows = _Rows(id_type, rank_type, columns)
+            self._parts.append(rows)
+        rows.token_ids += ids
+        rows.logprobs += values
+        rows.ranks += ranks
+        return True
+
+    def add(self, logprobs: Logprobs) -> None:
+        """Add decoded logprobs, which may be of several tokens."""
+        if self._columns is not None and logprobs.token_ids.shape[1] > self._columns:
+            narrow = logprobs.cut(self._columns)
+            # A view would keep the rest alive, which may be as wide as the vocabulary.
+            logprobs = Logprobs(narrow.token_ids.copy(), narrow.logprobs.copy(), narrow.ranks)
+        self._parts.append(logprobs)
+        self._rows = None
+
+    def take(self) -> Logprobs | None:
+        """Give, and forget, what was collected; `CodecError` if there is a negative id or rank."""
+        parts, self._parts, self._rows = self._parts, [], None
+        if not parts:
+            return None
+        return Logprobs.concatenate(
+            [part.arrays() if isinstance(part, _Rows) else part for part in parts]
+        )
+
+
+def _bytes_of(data: Any, frames: Frames) -> Buffer:
+    """The bytes of an array; none if they are not where they should be."""
+    if type(data) is memoryview:
+        return data
+    return frames[data] if type(data) is int and 0 < data < len(frames) else b""
+
+
 @attrs.define
 class SamplingMask:
     """The token ids that sampling could choose from, one row per new token.
@@ -226,4 +329,4 @@ def _encode_mask(value: SamplingMask, aux: AuxFrames) -> Any:
     return [*raw, None]
 
 
-SAMPLING_MASK = set_codec(SamplingMask, Codec("a sampling mask", _decode_mask, _encode_mask))
+set_codec(SamplingMask, Codec("a sampling mask", _decode_mask, _encode_mask))

@@ -182,4 +182,4 @@ def _arguments(
     return done
 
 
-FIELD = set_codec(MultiModalField, Codec("a multimodal field", _decode_field, _encode_field))
+set_codec(MultiModalField, Codec("a multimodal field", _decode_field, _encode_field))

@@ -192,12 +192,13 @@ class UndecodedBatch:
     finished_requests: list[str] | None
     weight_version: str | None
     _raw_stats: Any
-    _frames: Frames
+    frames: Frames
+    """The message; rows refer to its auxiliary frames."""
 
     def decode_row(self, row: Any) -> EngineCoreOutput:
         """Decode one of the rows; a `DecodeError` has the request id, if that can be read."""
         try:
-            return ENGINE_CORE_OUTPUT.decode(row, self._frames)
+            return ENGINE_CORE_OUTPUT.decode(row, self.frames)
         except CodecError as error:
             raise DecodeError(
                 "an output", error.where, error.reason, self.engine_index, row_request_id(row)
@@ -211,7 +212,7 @@ class UndecodedBatch:
     def decode_stats(self) -> SchedulerStats | None:
         """Decode the statistics; raises `DecodeError`."""
         try:
-            return _OPTIONAL_STATS.decode(self._raw_stats, self._frames)
+            return _OPTIONAL_STATS.decode(self._raw_stats, self.frames)
         except CodecError as error:
             where = error.add_path(".scheduler_stats").where
             raise DecodeError("outputs", where, error.reason, self.engine_index) from error
@@ -247,6 +248,7 @@ class OutputsMessage:
 
 
 _MESSAGE = codec_of(OutputsMessage)
+_MESSAGE_LENGTH = len(attrs.fields(OutputsMessage))
 
 
 # Reading ----------------------------------------------------------------------------------------
@@ -289,6 +291,29 @@ def plain_token_ids(row: Any) -> list[int] | None:
     return None
 
 
+_LOGPROBS = index_of(EngineCoreOutput, "new_logprobs")
+
+
+def raw_logprobs_of(row: Any) -> Any:
+    """Give the sample logprobs, as they were unpacked, of a row that is plain but for them.
+
+    None for all other rows. See `LogprobsCollector.add_raw`.
+    """
+    if type(row) is not list or not _PLAIN_MINIMUM <= len(row) <= _REST_END:
+        return None
+    logprobs, token_ids = row[_LOGPROBS], row[1]
+    if (
+        logprobs is None
+        or row.count(None) != len(row) - _NOT_NIL_COUNT - 1
+        or _not_nil_of(row) != _NOT_NIL_DEFAULTS
+        or type(token_ids) is not list
+        or len(token_ids) != 1
+        or type(token_ids[0]) is not int
+    ):
+        return None
+    return logprobs
+
+
 def _has_plain_rest(row: list[Any]) -> bool:
     known, unknown = row[_REST_START:_REST_END], row[_REST_END:]
     return len(row) > _REST_START and known == _REST[: len(known)] and not any(unknown)
@@ -313,6 +338,8 @@ def decode_outputs_lazily(
     raw = None
     try:
         raw = unpack(frames[0])
+        if (batch := _plain_batch(raw, frames)) is not None:
+            return batch
         message = _MESSAGE.decode(raw, frames)
     except CodecError as error:
         raise DecodeError("outputs", error.where, error.reason, _engine_index_of(raw)) from error
@@ -327,6 +354,29 @@ def decode_outputs_lazily(
             frames,
         )
     return _kind(message)
+
+
+def _plain_batch(raw: Any, frames: Frames) -> UndecodedBatch | None:
+    """A batch without peculiarities; None for all else, about which `OutputsMessage` decides.
+
+    Most messages are such, and behind a fast engine they have few rows each: this takes a third off
+    the cost of one with a single row (2.7 instead of 4.2 µs). The names stand in the order of the
+    fields of `OutputsMessage`.
+    """
+    if type(raw) is not list or len(raw) < _MESSAGE_LENGTH:
+        return None
+    index, rows, stats, timestamp, utility, finished, complete, start, version = raw[
+        :_MESSAGE_LENGTH
+    ]
+    if utility is complete is start is finished is None and (
+        type(index) is int
+        and 0 <= index < 2**32
+        and type(rows) is list
+        and type(timestamp) is float
+        and (version is None or type(version) is str)
+    ):
+        return UndecodedBatch(index, rows, timestamp, None, version, stats, frames)
+    return None
 
 
 def _engine_index_of(raw: Any) -> int | None:

@@ -8,9 +8,11 @@ kinds) have no place here; decoding skips their keys.
 from __future__ import annotations
 
 import functools
+import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import attrs
@@ -37,7 +39,7 @@ from trio_vllm.protocol.codec import (
     satisfying,
     strict_on_encode,
 )
-from trio_vllm.protocol.structs import Key, as_map, codec_of
+from trio_vllm.protocol.structs import Key, as_map
 from trio_vllm.protocol.token_ids import as_token_ids
 
 STRUCTURED_OUTPUTS_BACKENDS = ("xgrammar", "guidance", "outlines", "lm-format-enforcer")
@@ -186,6 +188,17 @@ def _takes_what_people_write(cls: type[C]) -> type[C]:
     return cls
 
 
+GENERATION_CONFIG = {
+    "max_new_tokens": "max_tokens",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+}
+"""What vLLM takes as defaults out of a model's ``generation_config.json``, and its names here."""
+
+
 @_takes_what_people_write
 @as_map(omit_defaults=True)
 @attrs.define(kw_only=True, eq=False)
@@ -245,8 +258,37 @@ class EngineCoreSamplingParams:
     routed_experts_prompt_start: UInt32 = 0
     trace_decode_token_ids: SomeTokenIds | None = None
 
+    @classmethod
+    def from_generation_config(cls, folder: str | Path, **fields: Any) -> EngineCoreSamplingParams:
+        """Take the defaults and the end-of-text ids of a model's ``generation_config.json``.
+
+        An engine knows neither: a request without them runs to ``max_tokens``. The first end-of-text
+        id becomes ``eos_token_id``, more of them are stop tokens.
+
+        Args:
+          folder: That of the model.
+          fields: Win over what the file says.
+
+        Raises:
+          OSError: There is no such file.
+          ValueError: It is not JSON, or no object.
+        """
+        config = json.loads((Path(folder) / "generation_config.json").read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"{folder}/generation_config.json is no JSON object")  # noqa: TRY004
+        found = {
+            name: config[key]
+            for key, name in GENERATION_CONFIG.items()
+            if config.get(key) is not None
+        }
+        eos = config.get("eos_token_id")
+        first, *others = eos if isinstance(eos, list) and eos else [None if eos == [] else eos]
+        if first is not None:
+            found["eos_token_id"] = first
+        if others:
+            found["stop_token_ids"] = others
+        return cls(**{**found, **fields})
+
 
 SamplingParams = EngineCoreSamplingParams
 """The name that vLLM's users know."""
-
-SAMPLING_PARAMS = codec_of(EngineCoreSamplingParams)

@@ -180,7 +180,7 @@ class FrontendStartup:
         self._subscriptions = max(self._subscriptions - 1, 0)
 
     def _find(self, frames: Frames, socket: str) -> tuple[EngineId, _Progress] | None:
-        """Who sent a message, and how far it has come; None for a stranger."""
+        """Find the sender of a message, and its progress; None for a stranger."""
         if len(frames) != 2:
             self.note(f"a message of {len(frames)} frames came on the {socket} socket")
             return None

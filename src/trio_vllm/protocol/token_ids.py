@@ -1,4 +1,4 @@
-"""Token ids as people write them: any iterable of integers, Python's or numpy's."""
+"""`as_token_ids`: converts any iterable of integers, Python's or numpy's, to a list of token ids."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def as_token_ids(value: Iterable[int] | None, name: str = "prompt_token_ids") ->
         return value.tolist() if value.ndim else [value.item()]
     if isinstance(value, str | bytes | bytearray | Mapping) or not isinstance(value, Iterable):
         raise TypeError(
-            f"{name} must be token ids, such as a list of integers, not {_name_of(value)}"
+            f"{name} must be token ids, such as a list of integers, not {_describe(value)}"
         )
     return [_plain(item) for item in value]
 
@@ -42,7 +42,7 @@ def _plain(item: Any) -> Any:
     return int(item) if isinstance(item, np.integer) else item
 
 
-def _name_of(value: object) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, str):
         return "a text: what turns it into tokens stands outside of this package"
     return f"a {type(value).__name__}"

@@ -79,7 +79,7 @@ def _decode_output(raw: Any, frames: Frames) -> UtilityOutput:
         output = _UTILITY_OUTPUT.decode(raw, frames)
         refuse_extensions(output.result)
     except CodecError as error:
-        # Fails this call, not all that the engine serves, if it can be told which call it is.
+        # Fails this call, not all that the engine serves, if the message shows which call it is.
         if type(raw) is not list or not raw or type(raw[0]) is not int:
             raise
         failure = raw[1] if len(raw) > 1 and type(raw[1]) is str else None
@@ -89,4 +89,4 @@ def _decode_output(raw: Any, frames: Frames) -> UtilityOutput:
 
 
 UTILITY_REQUEST = codec_of(UtilityRequest)
-UTILITY_OUTPUT = set_codec(UtilityOutput, Codec("UtilityOutput", _decode_output, _encode_output))
+set_codec(UtilityOutput, Codec("UtilityOutput", _decode_output, _encode_output))

@@ -13,7 +13,10 @@ from trio_vllm.transport.channels import LeaderChannels as LeaderChannels
 from trio_vllm.transport.channels import Received as Received
 from trio_vllm.transport.descriptors import require_descriptors as require_descriptors
 from trio_vllm.transport.engine import DESCRIPTORS_PER_ENGINE as DESCRIPTORS_PER_ENGINE
+from trio_vllm.transport.engine import EngineLingers as EngineLingers
 from trio_vllm.transport.engine import join_frontend as join_frontend
 from trio_vllm.transport.frontend import Bootstrapped as Bootstrapped
 from trio_vllm.transport.frontend import HandshakeOwner as HandshakeOwner
+from trio_vllm.transport.kv_event_sockets import KvEventSockets as KvEventSockets
+from trio_vllm.transport.kv_event_sockets import open_kv_event_sockets as open_kv_event_sockets
 from trio_vllm.transport.memory import InMemory as InMemory

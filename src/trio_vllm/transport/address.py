@@ -1,4 +1,4 @@
-"""Addresses as people write them, checked before ØMQ sees them; its own complaints do not help."""
+"""`parse_endpoint`: checks an address before ØMQ sees it, whose own errors do not say what is wrong."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ LONGEST_PATH = 107
 
 @attrs.frozen
 class Endpoint:
-    """An address that ØMQ will understand, and what it must be told besides."""
+    """An address in ØMQ's form, and the option that it needs."""
 
     text: str
     is_ipv6: bool = False
+
+
+MAX_LENGTH = 400
+"""Characters of an address: names of hosts and paths of sockets are shorter, and a peer may tell us any."""
 
 
 def parse_endpoint(address: str, *, port_required: bool) -> Endpoint:
@@ -35,6 +39,8 @@ def parse_endpoint(address: str, *, port_required: bool) -> Endpoint:
     Raises:
       ConfigurationError: The address has another form; says which part is wrong.
     """
+    if len(address) > MAX_LENGTH:
+        raise ConfigurationError(f"address {address[:40]!r}… has {len(address)} characters")
     scheme, separator, rest = address.partition("://")
     if not separator or scheme not in {"tcp", "ipc"}:
         raise ConfigurationError(f"address {address!r} is neither tcp://host:port nor ipc://path")
@@ -48,7 +54,7 @@ def parse_endpoint(address: str, *, port_required: bool) -> Endpoint:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether a host stands for all interfaces, so that nobody can connect to it."""
+    """Whether a host stands for all interfaces, so that no peer can connect to it."""
     host = host.removeprefix("[").removesuffix("]")
     try:
         return ipaddress.ip_address(host).is_unspecified

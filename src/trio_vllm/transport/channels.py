@@ -1,21 +1,21 @@
-"""What the client and the mock engine ask of their connections; ØMQ is one way to give it."""
+"""`EngineChannels` and `FrontendChannels`: what a client and an engine need of their connections.
+
+They are made of two protocols, `FrameReceiver` and `FrameSender`, which a transport implements.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import attrs
 import trio
 
-from trio_vllm.protocol import EngineCoreReadyResponse
+from trio_vllm.protocol import EngineCoreReadyResponse, Frames
 
-Frames: TypeAlias = list[bytes]
-"""One multipart message as it was received."""
-
-Received: TypeAlias = tuple[Frames, int | None]
-"""A message, and the number of the connection it came by; None where the transport cannot tell.
+Received = tuple[list[bytes], int | None]
+"""A multipart message, and the number of the connection it came by; None where the transport cannot tell.
 
 Connections are counted as they are accepted, so a number is never given to another one.
 """
@@ -36,11 +36,11 @@ class FrameReceiver(Protocol):
 class FrameSender(Protocol):
     """The sending side of a connection; one task at a time may wait in `send`."""
 
-    def send_nowait(self, frames: Sequence[bytes | memoryview]) -> None:
+    def send_nowait(self, frames: Frames) -> None:
         """Queue one message; `trio.WouldBlock` if the connection takes none now."""
         ...
 
-    async def send(self, frames: Sequence[bytes | memoryview]) -> None:
+    async def send(self, frames: Frames) -> None:
         """Queue one message, waiting for room."""
         ...
 
@@ -69,6 +69,8 @@ class LeaderChannels:
     subscriptions: FrameReceiver
     """Receives a message from each engine whose connection to the broadcasts is new."""
     notices: FrameReceiver
+    subscribers: frozenset[int] = frozenset()
+    """The connections to the broadcasts that subscribed during the startup."""
 
 
 @attrs.frozen

@@ -1,4 +1,4 @@
-"""File descriptors: whether enough are left, asked before ØMQ needs them, as it aborts without."""
+"""`require_descriptors`: checks that file descriptors are left; without one ØMQ ends the process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PER_CONTEXT = 24
 
 
 def require_descriptors(count: int, purpose: str, *, hint: str = "") -> None:
-    """See to it that so many descriptors can be opened; raise the soft limit if need be.
+    """Ensure that so many descriptors can be opened; raise the soft limit if need be.
 
     Args:
       count: How many.

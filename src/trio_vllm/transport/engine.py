@@ -1,4 +1,4 @@
-"""The engine's end: join a frontend that owns the handshake.
+"""`join_frontend`: connects an engine to a frontend, by the startup handshake.
 
 Mirrors ``vllm/v1/engine/core.py`` (``startup_handshake``, ``process_input_sockets``) and
 ``engine-core-client/src/mock_engine.rs``.
@@ -12,7 +12,9 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TypeVar
 
+import attrs
 import trio
+import zmq
 
 from trio_vllm.concurrency import running
 from trio_vllm.errors import ConfigurationError, DecodeError, StartupError
@@ -23,6 +25,7 @@ from trio_vllm.protocol import (
     EngineAddresses,
     EngineCoreReadyResponse,
     EngineId,
+    Frames,
     HandshakeInit,
     HandshakeReport,
     HandshakeStatus,
@@ -32,7 +35,6 @@ from trio_vllm.protocol import (
 )
 from trio_vllm.transport.channels import (
     CoordinatorChannels,
-    Frames,
     FrontendChannels,
     FrontendDisconnect,
 )
@@ -43,13 +45,24 @@ from trio_vllm.transport.zmq_socket import ZmqSocket
 
 T = TypeVar("T")
 
+OUTPUT_BYTES = 1 << 17
+"""Bytes of outputs, if their number is bounded, that may wait for a client in ØMQ, and as many in the
+operating system, which would take megabytes. A client takes seconds for those, and what is new comes
+behind them."""
+
 DESCRIPTORS_PER_ENGINE = 2 * (PER_SOCKET + 1)
 """File descriptors of an engine that has joined a frontend of one client: two connections, and the
 sockets that they belong to."""
 
-READY_LINGER = 1.0
-OUTPUT_LINGER = 4.0
-"""Seconds for the last messages to get out; for outputs upstream's own."""
+
+@attrs.frozen(kw_only=True)
+class EngineLingers:
+    """Seconds that last messages get to go out when an engine leaves."""
+
+    ready: float = 1.0
+    """For READY, the last one of the handshake."""
+    outputs: float = 4.0
+    """For outputs, as upstream has it; none for those of a client that is gone."""
 
 
 @asynccontextmanager
@@ -61,6 +74,7 @@ async def join_frontend(
     timeout: float = math.inf,
     heartbeat_timeout: float = math.inf,
     output_high_water_mark: int = 0,
+    lingers: EngineLingers | None = None,
 ) -> AsyncIterator[FrontendChannels]:
     """Report to a frontend as one engine; the block's value is the way to it.
 
@@ -73,24 +87,23 @@ async def join_frontend(
         heartbeats counts as gone.
       output_high_water_mark: Outputs that a client may be behind before sending waits; 0 is any
         number, as upstream has it.
+      lingers: How long leaving the block may wait for last messages to get out.
 
     Raises:
       StartupError: The frontend has not answered in time, has left, or sent what cannot be used.
       ConfigurationError: ``handshake_address`` is unusable.
-
-    Leaving the block gives the last outputs `OUTPUT_LINGER` seconds to get out, unless their
-    client is gone.
     """
     async with open_context() as context:
         heartbeats = heartbeat_options(heartbeat_timeout)
-        joining = _Joining(context, EngineId.of(engine_index), timeout, heartbeats)
+        lingers = lingers or EngineLingers()
+        joining = _Joining(context, EngineId.of(engine_index), timeout, heartbeats, lingers)
         handshake = joining.report_to(handshake_address)
         init = await joining.receive_init()
         async with _registering(init.addresses):
             joining.register(init.addresses.inputs, encode_ready_response(ready_response(init)))
             joining.open_outputs(init.addresses.outputs, output_high_water_mark)
             coordinator = await joining.wait_coordinator_ready(init.addresses)
-            set_linger(handshake, READY_LINGER)
+            set_linger(handshake, lingers.ready)
             handshake.send_nowait(encode_report(HandshakeReport(status=HandshakeStatus.READY)))
             await joining.wait_registered()
             joining.leave_handshake()
@@ -134,7 +147,9 @@ class _Joining:
         engine_id: EngineId,
         timeout: float,
         options: Mapping[int, int | bytes],
+        lingers: EngineLingers,
     ) -> None:
+        self._lingers = lingers
         self._options = options
         self._context = context
         self._engine_id = engine_id
@@ -148,9 +163,9 @@ class _Joining:
     def report_to(self, address: str) -> ZmqSocket:
         """Say HELLO."""
         handshake = self._context.socket(
-            SocketType.DEALER, identity=self._engine_id, linger=READY_LINGER
+            SocketType.DEALER, identity=self._engine_id, linger=self._lingers.ready
         )
-        # Who leaves before somebody listens there has no reason to wait.
+        # Until READY is sent, leaving has nothing to wait for; the frontend may not even exist yet.
         set_linger(handshake, 0)
         self._handshake = handshake
         self._frontend = OutgoingConnection(address, self._context.open_monitor(handshake))
@@ -161,7 +176,7 @@ class _Joining:
     async def receive_init(self) -> HandshakeInit:
         """Wait for the answer to HELLO."""
         phase = f"INIT from the frontend at {self._frontend.address}"
-        return _read_init(await self._answer(phase, self._handshake.receive), phase)
+        return read_init(await self._answer(phase, self._handshake.receive), phase)
 
     def register(self, addresses: Sequence[str], response: Sequence[Buffer]) -> None:
         """Connect to each client's input address, and say there who we are."""
@@ -180,8 +195,13 @@ class _Joining:
 
     def _push(self, address: str, high_water_mark: int = 0) -> tuple[ZmqSocket, OutgoingConnection]:
         socket = self._context.socket(
-            SocketType.PUSH, linger=OUTPUT_LINGER, send_high_water_mark=high_water_mark
+            SocketType.PUSH,
+            linger=self._lingers.outputs,
+            send_high_water_mark=high_water_mark,
+            send_budget=OUTPUT_BYTES,
         )
+        if high_water_mark:
+            socket.set_options({zmq.SNDBUF: OUTPUT_BYTES})
         return socket, self._connect(socket, address)
 
     def _connect(self, socket: ZmqSocket, address: str) -> OutgoingConnection:
@@ -214,11 +234,11 @@ class _Joining:
         return CoordinatorChannels(broadcasts, notices)
 
     async def wait_registered(self) -> None:
-        """Wait until the registrations have somebody to reach.
+        """Wait until the connections for the registrations are open.
 
-        Upstream's engines do not; but to whom there never was a connection, none can be lost. The
-        handshake may well be closed by now. If somebody opens it again, that is another frontend,
-        and the one that we wait for is gone.
+        Upstream's engines do not wait; but a connection that never was open cannot be seen to break.
+        The handshake may well be closed by now. If it opens again, that is another frontend, and the
+        one that we wait for is gone.
         """
         await trio.lowlevel.checkpoint()
         for connection in self._input_connections:
@@ -253,8 +273,10 @@ class _Joining:
 
     def skip_linger_of_lost_clients(self) -> None:
         """Do not wait for last outputs to reach clients that are gone."""
-        for connection, output in zip(self._input_connections, self.outputs, strict=True):
-            if connection.is_lost:
+        # ØMQ tells of the breaks one by one, so a client may have lost but one of two so far.
+        of_clients = zip(self._input_connections, self._output_connections, strict=True)
+        for output, connections in zip(self.outputs, of_clients, strict=True):
+            if any(connection.is_lost for connection in connections):
                 set_linger(output, 0)
 
     async def _answer(
@@ -294,8 +316,8 @@ class _Joining:
         raise StartupError(phase, notes=[frontend.state])
 
 
-def _read_init(frames: Frames, phase: str) -> HandshakeInit:
-    """Read the answer to HELLO and refuse what cannot be used."""
+def read_init(frames: Frames, phase: str) -> HandshakeInit:
+    """Read the answer to HELLO; `StartupError` if it cannot be used."""
     if len(frames) != 1:
         raise StartupError(phase, notes=[f"it has {len(frames)} frames"])
     try:

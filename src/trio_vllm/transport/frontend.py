@@ -43,8 +43,19 @@ from trio_vllm.transport.zmq_socket import ZmqSocket
 
 _log = logging.getLogger("trio_vllm.transport")
 
+REQUEST_LINGER = 0.5
+"""Seconds for the last aborts to get out; an engine whose frontend is gone works on otherwise."""
 
-@attrs.frozen(kw_only=True)
+
+def _by_name_after_first(
+    _class: type, fields: list[attrs.Attribute[Any]]
+) -> list[attrs.Attribute[Any]]:
+    """Let all fields but the first be given by name only."""
+    first, *others = fields
+    return [first, *(field.evolve(kw_only=True) for field in others)]
+
+
+@attrs.frozen(field_transformer=_by_name_after_first)
 class HandshakeOwner:
     """We own the startup handshake and choose the addresses."""
 
@@ -102,8 +113,11 @@ class HandshakeOwner:
         return range(self.engine_count)
 
     @asynccontextmanager
-    async def connect(self) -> AsyncIterator[EngineChannels]:
+    async def connect(self, *, linger: float = REQUEST_LINGER) -> AsyncIterator[EngineChannels]:
         """Bind, wait for the engines to start, and give the channels to them.
+
+        Args:
+          linger: Seconds that leaving the block gives the last aborts to get out.
 
         Raises:
           ConfigurationError: An address is unusable; `AddressInUseError` if another process has it.
@@ -111,7 +125,7 @@ class HandshakeOwner:
           StartupError: An expected engine has not come as far as it must in ``ready_timeout``
             seconds.
         """
-        async with _open_sockets(self.engine_count, self.heartbeat_timeout) as sockets:
+        async with _open_sockets(self.engine_count, self.heartbeat_timeout, linger) as sockets:
             coordination, handshake = self._bind(sockets)
             run = StartupRun(
                 self.engine_indices,
@@ -126,6 +140,9 @@ class HandshakeOwner:
                 sockets.tables.remove(handshake.connections)
                 if coordination is None:
                     self._check_need_of_coordinator(responses)
+                else:
+                    subscribers = frozenset(run.subscribers)
+                    coordination = attrs.evolve(coordination, subscribers=subscribers)
                 async with (
                     sockets.disconnects() as disconnects,
                     running(partial(_drop_all, sockets.requests)),
@@ -211,14 +228,17 @@ class Bootstrapped:
         return range(self.engine_start_index, self.engine_start_index + self.engine_count)
 
     @asynccontextmanager
-    async def connect(self) -> AsyncIterator[EngineChannels]:
+    async def connect(self, *, linger: float = REQUEST_LINGER) -> AsyncIterator[EngineChannels]:
         """Bind, wait for the engines to register, and give the channels to them.
+
+        Args:
+          linger: Seconds that leaving the block gives the last aborts to get out.
 
         Raises:
           ConfigurationError: An address is unusable; `AddressInUseError` if another process has it.
           StartupError: An expected engine has not registered in ``ready_timeout`` seconds.
         """
-        async with _open_sockets(self.engine_count, self.heartbeat_timeout) as sockets:
+        async with _open_sockets(self.engine_count, self.heartbeat_timeout, linger) as sockets:
             sockets.requests.bind(self.input_address, listener=self.input_listener)
             sockets.outputs.bind(self.output_address, listener=self.output_listener)
             run = StartupRun(
@@ -268,9 +288,6 @@ def _limits_of(mode: HandshakeOwner | Bootstrapped) -> StartupLimits:
     )
 
 
-REQUEST_LINGER = 0.5
-"""Seconds for the last aborts to get out; an engine whose frontend is gone works on otherwise."""
-
 VANISHED_HOST_TIMEOUT = 30
 """Seconds after which the connection to a host counts as broken that answers TCP no more."""
 
@@ -288,10 +305,11 @@ SMALL_MESSAGES_ONLY: dict[int, int | bytes] = {zmq.RCVHWM: 10, zmq.MAXMSGSIZE: 1
 them, and ØMQ counts messages, not their bytes, nor those of a message with many frames that never
 ends: the connection of a peer that sends a larger frame is closed."""
 
-OUTPUTS_BOUNDED: dict[int, int | bytes] = {zmq.RCVHWM: 256}
-"""Messages of each engine that may wait to be received. What an engine sends beyond waits there, as
-it must: a client that is behind would otherwise be ever more so, and handle what it does not want any
-more before what it wants."""
+OUTPUTS_BOUNDED: dict[int, int | bytes] = {zmq.RCVHWM: 64, zmq.RCVBUF: 1 << 17}
+"""Messages of each engine that may wait to be received, and bytes of them in the operating system,
+which would take megabytes. What an engine sends beyond waits there, as it must: a client that is behind
+would otherwise be ever more so, and handle what it does not want any more before what it wants. With
+256 requests a message takes some milliseconds, if each of its readers is waiting."""
 
 
 @attrs.define
@@ -301,6 +319,8 @@ class _Sockets:
     context: ZmqContext
     options: Mapping[int, int | bytes]
     """For all of them."""
+    linger: float
+    """Seconds from closing in which requests may still get out."""
     tables: list[ConnectionTable] = attrs.field(factory=list, init=False)
     requests: ZmqSocket = attrs.field(init=False)
     engines: ConnectionTable = attrs.field(init=False)
@@ -309,7 +329,7 @@ class _Sockets:
 
     def __attrs_post_init__(self) -> None:
         self.requests, self.engines = self.open(
-            SocketType.ROUTER, SMALL_MESSAGES_ONLY, linger=REQUEST_LINGER, of_engines=True
+            SocketType.ROUTER, SMALL_MESSAGES_ONLY, linger=self.linger, of_engines=True
         )
         self.outputs, _ = self.open(SocketType.PULL, OUTPUTS_BOUNDED)
 
@@ -365,13 +385,15 @@ class _Sockets:
 
 
 @asynccontextmanager
-async def _open_sockets(engine_count: int, heartbeat_timeout: float) -> AsyncIterator[_Sockets]:
+async def _open_sockets(
+    engine_count: int, heartbeat_timeout: float, linger: float
+) -> AsyncIterator[_Sockets]:
     # Each engine connects to five sockets at most: the handshake's, input, output, and two of the
     # coordinator.
     need = PER_CONTEXT + 5 * (PER_SOCKET + engine_count)
     require_descriptors(need, f"connections to {engine_count} engines")
     async with open_context() as context:
-        yield _Sockets(context, {**KEEPALIVE, **heartbeat_options(heartbeat_timeout)})
+        yield _Sockets(context, {**KEEPALIVE, **heartbeat_options(heartbeat_timeout)}, linger)
 
 
 def _follow(
@@ -380,8 +402,8 @@ def _follow(
     default_address: str | None,
 ) -> FollowerChannels | None:
     """Subscribe to the coordinator's publications, if there is one."""
-    told = (response.dp_stats_address for response in responses.values())
-    address = next((address for address in told if address is not None), default_address)
+    published = (response.dp_stats_address for response in responses.values())
+    address = next((address for address in published if address is not None), default_address)
     if address is None:
         return None
     socket = context.socket(SocketType.XSUB)

@@ -18,13 +18,14 @@ from trio_vllm.concurrency import Waker, running
 from trio_vllm.errors import DecodeError, PeerGoneError, StartupError
 from trio_vllm.protocol import (
     COORDINATOR_READY,
+    SUBSCRIBE,
     Buffer,
     EngineCoreReadyResponse,
     EngineId,
+    Frames,
     FrontendStartup,
     Phase,
 )
-from trio_vllm.transport.channels import Frames
 from trio_vllm.transport.zmq_monitor import ConnectionTable
 from trio_vllm.transport.zmq_socket import ZmqSocket
 
@@ -99,6 +100,8 @@ class StartupRun:
         self._message_deadline = math.inf
         self._total_deadline = math.inf
         self._restart_deadlines: dict[int, float] = {}  # of the engines that have to start again
+        self.subscribers: set[int] = set()
+        """The connections that have subscribed to the coordinator's broadcasts."""
         self._notes_logged = 0
         self._fewest_steps = math.inf
 
@@ -183,7 +186,7 @@ class StartupRun:
                 self._restart_deadlines.pop(_sender(frames), None)
                 if engine_id is not None:
                     connections.identify(connection, engine_id.engine_index)
-                    # The disconnect of an engine that left in the meantime is told as well.
+                    # An engine that left in the meantime is reported as a disconnect, too.
                     with suppress(PeerGoneError):
                         handshake.send_nowait([engine_id, *self._handshake.init])
             self._update_progress()
@@ -211,8 +214,11 @@ class StartupRun:
         assert self._handshake.broadcasts is not None
         broadcasts = self._handshake.broadcasts
         while True:
-            if self._machine.receive_subscription(await broadcasts.receive()):
-                broadcasts.send_nowait([COORDINATOR_READY])
+            for frames, connection in await broadcasts.receive_batch(BATCH):
+                if self._machine.receive_subscription(frames):
+                    broadcasts.send_nowait([COORDINATOR_READY])
+                if frames == [SUBSCRIBE] and connection is not None:
+                    self.subscribers.add(connection)
             self._update_progress()
 
     async def _take_registrations(self) -> None:

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import attrs
 import trio
 
 from trio_vllm.errors import PeerGoneError
-from trio_vllm.protocol import EngineCoreReadyResponse, EngineId
+from trio_vllm.protocol import EngineCoreReadyResponse, EngineId, Frames
 from trio_vllm.transport.channels import (
     CoordinatorChannels,
     Disconnect,
     EngineChannels,
-    Frames,
     FrontendChannels,
     FrontendDisconnect,
     LeaderChannels,
@@ -46,11 +45,11 @@ class MemorySender:
     connection: int | None = None
     """The number that the receiver sees with each message."""
 
-    def send_nowait(self, frames: Sequence[bytes | memoryview]) -> None:
+    def send_nowait(self, frames: Frames) -> None:
         """Queue a copy of a message; `trio.WouldBlock` if there is no room."""
         self._channel.send_nowait((_copy(frames), self.connection))
 
-    async def send(self, frames: Sequence[bytes | memoryview]) -> None:
+    async def send(self, frames: Frames) -> None:
         """Queue a copy of a message, waiting for room."""
         await self._channel.send((_copy(frames), self.connection))
 
@@ -65,7 +64,7 @@ class MemoryReceiver:
 
     _channel: trio.MemoryReceiveChannel[Received]
 
-    async def receive(self) -> Frames:
+    async def receive(self) -> list[bytes]:
         """Wait for one message."""
         frames, _ = await self._channel.receive()
         return frames
@@ -102,14 +101,14 @@ class MemoryRouter:
         """Lose a peer; what it was sent before it can still receive."""
         self._peers.pop(identity).close()
 
-    def send_nowait(self, frames: Sequence[bytes | memoryview]) -> None:
+    def send_nowait(self, frames: Frames) -> None:
         """Send a message to a peer; `PeerGoneError` if it is not there."""
         identity, *rest = frames
         if (peer := self._peers.get(bytes(identity))) is None:
             raise PeerGoneError(bytes(identity))
         peer.send_nowait(rest)
 
-    async def send(self, frames: Sequence[bytes | memoryview]) -> None:
+    async def send(self, frames: Frames) -> None:
         """Like `send_nowait`; there is always room."""
         await trio.lowlevel.checkpoint()
         self.send_nowait(frames)
@@ -127,18 +126,18 @@ class MemoryPublisher:
         self._subscribers.append(sender)
         return receiver
 
-    def send_nowait(self, frames: Sequence[bytes | memoryview]) -> None:
+    def send_nowait(self, frames: Frames) -> None:
         """Send a message to all."""
         for subscriber in self._subscribers:
             subscriber.send_nowait(frames)
 
-    async def send(self, frames: Sequence[bytes | memoryview]) -> None:
+    async def send(self, frames: Frames) -> None:
         """Like `send_nowait`; there is always room."""
         await trio.lowlevel.checkpoint()
         self.send_nowait(frames)
 
 
-def _copy(frames: Sequence[bytes | memoryview]) -> Frames:
+def _copy(frames: Frames) -> list[bytes]:
     return [bytes(frame) for frame in frames]
 
 
@@ -189,7 +188,7 @@ class InMemory:
     async def connect(self) -> AsyncIterator[EngineChannels]:
         """Wait for all engines to join; the block's value are the channels to them.
 
-        Leaving the block is told to all engines as a disconnect.
+        When the block is left, all engines see a disconnect.
         """
         await self._joined.wait()
         leader = LeaderChannels(self._broadcasts, self._subscriptions, self._notices)

@@ -1,4 +1,4 @@
-"""`ZmqContext`: makes ØMQ sockets, and sees to it that they end.
+"""`ZmqContext`: makes ØMQ sockets, and ends them when its block is left.
 
 All of a process share one ØMQ context, with its threads and descriptors: it is made for the first
 `open_context` and ended with the last. A process that was forked makes one of its own, since threads
@@ -25,15 +25,19 @@ from trio_vllm.transport.zmq_socket import SendBudget, ZmqSocket, translate_erro
 
 __all__ = ["SocketType", "ZmqContext", "heartbeat_options", "open_context"]
 
-IO_THREADS = 2
-"""Threads that ØMQ uses for the network; each is good for about 1 GB/s."""
+IO_THREADS = 1
+"""Threads that ØMQ uses for the network; one is good for about 1 GB/s.
+
+With a second one a message could be read by the one thread before the other has told of its
+connection. Then the message would be taken for one of an earlier connection, of the same descriptor.
+"""
 
 TERMINATION_GRACE = 1.0
 """Seconds that ØMQ may take to end sockets after the longest linger has passed."""
 
 ACCEPT_QUEUE = 4096
 """Connections that may wait to be accepted. Of more, as when thousands of engines start together, some
-are not told of for seconds that they were not."""
+learn only seconds later that they were not accepted."""
 
 ALWAYS: dict[SocketType, dict[int, int | bytes]] = {
     SocketType.ROUTER: {zmq.ROUTER_MANDATORY: 1},  # tell that the peer is gone, do not drop
@@ -52,7 +56,7 @@ class _SharedContext:
     _users: int = attrs.field(default=0, init=False)
 
     def acquire(self) -> RawContext:
-        """Use the context; make it if nobody does."""
+        """Count one more user of the context; make it for the first."""
         with self._lock:
             if self._raw is None:
                 require_descriptors(PER_CONTEXT, "connections")
@@ -63,7 +67,7 @@ class _SharedContext:
             return self._raw
 
     def release(self) -> RawContext | None:
-        """Use the context no longer; gives it if it is to be ended."""
+        """Count one user less; gives the context if that was the last, to be ended."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -101,7 +105,7 @@ class ZmqContext:
     ) -> ZmqSocket:
         """Make a socket, to be bound or connected.
 
-        Nothing bounds how many received messages may pile up in it, unless it is told so.
+        Nothing bounds how many received messages may pile up in it, unless an option is set.
 
         Args:
           socket_type: What it does, for example ``SocketType.ROUTER``.

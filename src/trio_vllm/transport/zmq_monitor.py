@@ -1,4 +1,7 @@
-"""What happens to the connections of a ØMQ socket: who came, and above all who was lost."""
+"""`PeerMonitor` reports the events of a socket's connections; two watchers follow which of them break.
+
+`ConnectionTable` watches a bound socket, `OutgoingConnection` a connecting one.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import trio
 import zmq
 
 from trio_vllm.concurrency import Waker
-from trio_vllm.transport.channels import Disconnect, Frames
+from trio_vllm.transport.channels import Disconnect
 from trio_vllm.transport.zmq_socket import ZmqSocket
 
 EVENT_HEAD = struct.Struct("=HI")
@@ -32,15 +35,15 @@ class PeerEventKind(enum.Enum):
     """What happened to a connection."""
 
     ACCEPTED = enum.auto()
-    """Somebody connected to us. Whether it speaks ØMQ is not known yet."""
+    """A peer connected to us. Whether it speaks ØMQ is not known yet."""
     CONNECTED = enum.auto()
-    """Somebody let us connect. Whether it speaks ØMQ is not known yet."""
+    """A peer let us connect. Whether it speaks ØMQ is not known yet."""
     HANDSHAKE_SUCCEEDED = enum.auto()
     """The other side speaks ØMQ."""
     HANDSHAKE_FAILED = enum.auto()
     """The other side speaks something else, or left before it had said enough."""
     CONNECT_RETRIED = enum.auto()
-    """Nobody listens where we want to connect; ØMQ will try again."""
+    """No socket listens where we want to connect; ØMQ will try again."""
     DISCONNECTED = enum.auto()
     """The connection is lost. What it had delivered before can still be received."""
 
@@ -147,7 +150,7 @@ class PeerMonitor(trio.abc.ReceiveChannel[PeerEvent]):
         await trio.lowlevel.checkpoint()
 
 
-def _decode(frames: Frames) -> PeerEvent | None:
+def _decode(frames: list[bytes]) -> PeerEvent | None:
     """Give the event, or None for the one that says that there are no more."""
     head, address = frames
     number, value = EVENT_HEAD.unpack(head)
@@ -164,7 +167,7 @@ class Connection:
     number: int
     is_open: bool = True
     is_announced: bool = True
-    """Whether ØMQ has told of its beginning: of a short one, it may tell the end first."""
+    """Whether ØMQ has reported its beginning: of a short one, it may report the end first."""
     has_spoken: bool = False
     """Whether a message came by it."""
     engine_index: int | None = None
@@ -175,11 +178,11 @@ class ConnectionTable(trio.abc.ReceiveChannel[Disconnect]):
     """The accepted connections of a bound socket, and a channel of those that broke.
 
     ØMQ knows a connection by its descriptor, which is used again for another one. Here each gets a
-    number when ØMQ tells of its beginning, which is before a message can come by it. Its end may be
-    told before the last message by it was received, so a broken connection is kept until its
+    number when ØMQ reports its beginning, which is before a message can come by it. Its end may be
+    reported before the last message by it was received, so a broken connection is kept until its
     descriptor is used again.
 
-    A break is told once it is known to be of interest: for a socket where engines register
+    A break is passed on once it is known to be of interest: for a socket where engines register
     (``of_engines``) when the connection's engine is known, else when a message has come by it.
     """
 
@@ -223,7 +226,7 @@ class ConnectionTable(trio.abc.ReceiveChannel[Disconnect]):
                 self.process_events()
 
     def process_events(self) -> None:
-        """Take in what the monitor has told until now."""
+        """Process the events that the monitor has reported so far."""
         with suppress(trio.ClosedResourceError):
             for event in self._monitor.receive_pending():
                 self._process(event)
@@ -236,7 +239,7 @@ class ConnectionTable(trio.abc.ReceiveChannel[Disconnect]):
         if not connection.has_spoken:
             connection.has_spoken = True
             if not connection.is_open and not self._of_engines:
-                self._tell(Disconnect(connection=connection.number))
+                self._report(Disconnect(connection=connection.number))
         return connection.number
 
     def identify(self, number: int | None, engine_index: int) -> None:
@@ -246,9 +249,9 @@ class ConnectionTable(trio.abc.ReceiveChannel[Disconnect]):
             return
         previous, connection.engine_index = connection.engine_index, engine_index
         if previous is not None:
-            self._tell(Disconnect(engine_index=previous))
+            self._report(Disconnect(engine_index=previous))
         if not connection.is_open:
-            self._tell(Disconnect(engine_index=engine_index))
+            self._report(Disconnect(engine_index=engine_index))
 
     def _process(self, event: PeerEvent) -> None:
         if event.descriptor is None:
@@ -273,9 +276,9 @@ class ConnectionTable(trio.abc.ReceiveChannel[Disconnect]):
         connection.is_open = False
         if self._of_engines:
             if connection.engine_index is not None:
-                self._tell(Disconnect(engine_index=connection.engine_index))
+                self._report(Disconnect(engine_index=connection.engine_index))
         elif connection.has_spoken:
-            self._tell(Disconnect(connection=connection.number))
+            self._report(Disconnect(connection=connection.number))
 
     def _add(self, descriptor: int) -> Connection:
         connection = Connection(next(self._numbers))
@@ -283,7 +286,7 @@ class ConnectionTable(trio.abc.ReceiveChannel[Disconnect]):
         self._connections[connection.number] = connection
         return connection
 
-    def _tell(self, disconnect: Disconnect) -> None:
+    def _report(self, disconnect: Disconnect) -> None:
         self._disconnects.append(disconnect)
         self._waker.wake()
 
@@ -311,10 +314,10 @@ _log = logging.getLogger("trio_vllm.transport")
 
 
 class OutgoingConnection:
-    """Whether a connecting socket has reached somebody, and has lost it again.
+    """Follows one connection of a connecting socket: whether it was open, and has broken.
 
-    One task at a time may wait. ØMQ itself would connect again for ever; but who was lost does not
-    know any more what it was told, so what is lost stays lost here.
+    One task at a time may wait. ØMQ itself connects again without end. But a peer that comes back has
+    no memory of what it was sent before, so here a lost connection stays lost.
     """
 
     def __init__(self, address: str, monitor: PeerMonitor) -> None:
@@ -338,13 +341,13 @@ class OutgoingConnection:
         return self._is_lost
 
     async def wait_open(self) -> None:
-        """Wait until somebody who speaks ZeroMQ is at the other end, or was."""
+        """Wait until a peer that speaks ZeroMQ is at the other end, or was."""
         await trio.lowlevel.checkpoint()
         while not self._times_open:
             self._take(await self._monitor.receive())
 
     async def wait_reopened(self) -> None:
-        """Wait until somebody else, or somebody once more, is at the other end."""
+        """Wait until a peer, another one or the same, is at the other end for the second time."""
         await trio.lowlevel.checkpoint()
         while self._times_open < 2:
             self._take(await self._monitor.receive())
@@ -377,5 +380,5 @@ class OutgoingConnection:
 
 
 def set_linger(socket: ZmqSocket, seconds: float) -> None:
-    """Change how long a message may still be under way after closing."""
+    """Set for how many seconds after closing a message may still go out."""
     socket.set_options({zmq.LINGER: round(seconds * 1000)})

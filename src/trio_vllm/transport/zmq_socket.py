@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Protocol, TypeVar
 
 import attrs
@@ -24,11 +24,12 @@ import trio
 import zmq
 
 from trio_vllm.errors import AddressInUseError, ConfigurationError, PeerGoneError
+from trio_vllm.protocol import Buffer, Frames
 from trio_vllm.transport.address import SocketFile, check_listener, parse_endpoint, prepare_path
-from trio_vllm.transport.channels import Frames, Received
+from trio_vllm.transport.channels import Received
 
 POLL_INTERVAL = 0.005
-"""Seconds between two looks whether there is room again: that memory is back wakes nobody."""
+"""Seconds between two checks for room: ØMQ gives lent memory back without waking any task."""
 
 Lent = tuple[zmq.MessageTracker, int]
 
@@ -37,8 +38,8 @@ Lent = tuple[zmq.MessageTracker, int]
 class SendBudget:
     """The bytes of large messages that wait for the peers of one socket.
 
-    ØMQ bounds what waits by the number of messages, whatever their size, and tells of none of them
-    when it is out. But the memory of a large one is lent to it, and it gives that back.
+    ØMQ bounds what waits by the number of messages, whatever their size, and does not report when
+    one of them is out. But the memory of a large one is lent to it, and it gives that back.
     """
 
     DEFAULT: ClassVar = 64 * 1024 * 1024
@@ -61,7 +62,7 @@ class SendBudget:
         self._size += size
 
 
-def track(frame: bytes | memoryview) -> tuple[zmq.Frame, zmq.MessageTracker]:
+def track(frame: Buffer) -> tuple[zmq.Frame, zmq.MessageTracker]:
     """Make a frame that is lent whatever its size, and a tracker that is done with it."""
     lent = zmq.Frame(bytes(frame), track=True, copy=False, copy_threshold=0)
     tracker = lent.tracker
@@ -80,18 +81,22 @@ DONT_WAIT = int(zmq.DONTWAIT)
 MORE_FOLLOWS = int(zmq.SNDMORE)
 
 REFUSE_ZMTP_1_2 = b"trio-vllm"
-"""With a domain for authentication, though nobody authenticates here, ØMQ refuses peers that speak
-ZMTP 1 or 2, as nobody has since 2013: any few bytes of junk would pass for messages of these."""
+"""A domain for authentication, without any authentication in it. With one, ØMQ refuses peers that
+speak ZMTP 1 or 2, out of use since 2013: any few bytes of junk would pass for messages of these."""
 
 ZERO_COPY_SIZE = 64 * 1024
 """From here on lending the memory is cheaper than copying it (8 MiB: 10 µs against 3 ms)."""
 
+BUDGETED_SIZE = 2048
+"""From here on messages count in a `SendBudget`. Of smaller ones a thousand are no burden, and to lend
+each would cost more than to send it."""
+
 
 class ConnectionLabels(Protocol):
-    """What tells a connection's number, given its descriptor."""
+    """Gives a connection's number for its descriptor."""
 
     def process_events(self) -> None:
-        """Take in what has happened to connections until now."""
+        """Process the events of connections so far."""
         ...
 
     def number_of(self, descriptor: int) -> int | None:
@@ -108,6 +113,7 @@ class ZmqSocket:
     def __init__(self, raw: zmq.Socket[bytes], budget: SendBudget | None = None) -> None:
         self._raw = raw
         self._budget = budget
+        self._copied_size = ZERO_COPY_SIZE if budget is None else BUDGETED_SIZE
         self._descriptor: int = raw.FD
         self._labels: ConnectionLabels | None = None
         self._file: SocketFile | None = None
@@ -156,7 +162,7 @@ class ZmqSocket:
         return self.address
 
     def connect(self, address: str) -> None:
-        """Connect, now or when somebody listens there; ØMQ keeps trying.
+        """Connect, now or once a socket listens there; ØMQ keeps trying.
 
         Raises:
           ConfigurationError: The address has a wrong form.
@@ -207,7 +213,7 @@ class ZmqSocket:
         """Give the number of its connection with each message from now on; for `ZmqContext`."""
         self._labels = labels
 
-    async def receive(self) -> Frames:
+    async def receive(self) -> list[bytes]:
         """Wait for one message, whatever connection it comes by."""
         ((frames, _),) = await self.receive_batch(1)
         return frames
@@ -243,7 +249,7 @@ class ZmqSocket:
             return batch
         raise trio.WouldBlock
 
-    async def send(self, frames: Sequence[bytes | memoryview]) -> None:
+    async def send(self, frames: Frames) -> None:
         """Queue one message, waiting while the send high-water mark is reached.
 
         Args:
@@ -260,11 +266,11 @@ class ZmqSocket:
         """
         await self._attempt_until(SENDABLE, lambda: self._put(frames))
 
-    def send_nowait(self, frames: Sequence[bytes | memoryview]) -> None:
+    def send_nowait(self, frames: Frames) -> None:
         """Queue one message like `send`; `trio.WouldBlock` if the high-water mark is reached."""
         if len(frames) == 1 and not self._waiting:  # most of all messages, for half the price
             frame = frames[0]
-            if type(frame) is bytes and len(frame) < ZERO_COPY_SIZE:
+            if type(frame) is bytes and len(frame) < self._copied_size:
                 try:
                     self._raw.send(frame, DONT_WAIT)
                 except zmq.ZMQError:
@@ -337,7 +343,7 @@ class ZmqSocket:
                 break
             except zmq.ZMQError as error:
                 raise translate_error(error, "cannot receive") from error
-            descriptor = None if labels is None else int(frame.get(SOURCE_DESCRIPTOR))
+            descriptor = None if labels is None else _descriptor_of(frame)
             frames = [frame.bytes]
             while frame.more:  # free, where asking the socket costs twice a receive
                 frame = receive(copy=False)  # cannot block: messages arrive whole
@@ -347,19 +353,17 @@ class ZmqSocket:
         return batch if labels is None or not batch else _label(batch, labels)
 
     @trio.lowlevel.enable_ki_protection
-    def _put(self, frames: Sequence[bytes | memoryview]) -> bool:
+    def _put(self, frames: Frames) -> bool:
         """Hand over one message; False if ØMQ does not take it now."""
         _check_frames(frames)
         if self._budget is not None:
             size = sum(memoryview(frame).nbytes for frame in frames)
-            if size >= ZERO_COPY_SIZE:
+            if size >= BUDGETED_SIZE:
                 return self._put_large(frames, size, self._budget)
         *head, last = frames
         return self._hand_over(head, last)
 
-    def _put_large(
-        self, frames: Sequence[bytes | memoryview], size: int, budget: SendBudget
-    ) -> bool:
+    def _put_large(self, frames: Frames, size: int, budget: SendBudget) -> bool:
         if budget.is_full:
             return False
         *head, last = frames
@@ -369,9 +373,7 @@ class ZmqSocket:
             budget.add(tracker, size)
         return accepted
 
-    def _hand_over(
-        self, head: Sequence[bytes | memoryview], last: bytes | memoryview | zmq.Frame
-    ) -> bool:
+    def _hand_over(self, head: Frames, last: Buffer | zmq.Frame) -> bool:
         accepted = self._try_to_send(head, last)
         if not accepted:
             # Sending processes events only now and then. Now that all is processed, the descriptor
@@ -381,9 +383,7 @@ class ZmqSocket:
         self._notify()
         return accepted
 
-    def _try_to_send(
-        self, head: Sequence[bytes | memoryview], last: bytes | memoryview | zmq.Frame
-    ) -> bool:
+    def _try_to_send(self, head: Frames, last: Buffer | zmq.Frame) -> bool:
         send = self._raw.send
         flags = DONT_WAIT
         try:
@@ -403,14 +403,28 @@ class ZmqSocket:
 def _label(batch: list[Received], labels: ConnectionLabels) -> list[Received]:
     """Replace the descriptors of connections, which ØMQ knows them by, by their numbers."""
     labels.process_events()
-    return [(frames, labels.number_of(descriptor or 0)) for frames, descriptor in batch]
+    return [
+        (frames, None if descriptor is None else labels.number_of(descriptor))
+        for frames, descriptor in batch
+    ]
 
 
-def _must_copy(frame: bytes | memoryview | zmq.Frame) -> bool:
+def _descriptor_of(frame: zmq.Frame) -> int | None:
+    """The connection that a message came by; none for what ØMQ itself says.
+
+    An XPUB, for example, makes a message of its own when a subscriber's connection breaks.
+    """
+    try:
+        return int(frame.get(SOURCE_DESCRIPTOR))
+    except zmq.ZMQError:
+        return None
+
+
+def _must_copy(frame: Buffer | zmq.Frame) -> bool:
     return type(frame) is not bytes or len(frame) < ZERO_COPY_SIZE
 
 
-def _check_frames(frames: Sequence[bytes | memoryview]) -> None:
+def _check_frames(frames: Frames) -> None:
     """Refuse what would fail halfway: the rest of it would be glued to the next message."""
     if not frames:
         raise ValueError("a message has at least one frame")

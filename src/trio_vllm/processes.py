@@ -1,7 +1,7 @@
 """`child_process`: runs a process beside a block, and ends it for certain with the block.
 
-Both commands use it: ``llm-smoke --spawn`` for an engine of which it knows nothing, and ``mock-engine
---processes`` for parts of itself. What a child prints is read line by line, since it would have to
+`trio_vllm.spawn` uses it for an engine of which it knows nothing, and ``mock-engine --processes`` for
+parts of itself. What a child prints is read line by line, since it would have to
 stop otherwise.
 """
 

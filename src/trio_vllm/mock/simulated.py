@@ -1,0 +1,493 @@
+"""`SimulatedScheduler`: requests run as vLLM's scheduler lets them, and take the time that is asked for.
+
+It stands in the place of `scheduler.Scheduler`, in which all requests run at once. Who computes how
+much in a step is decided in ``scheduling.py``; here rows are made of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import attrs
+
+from trio_vllm.mock.block_hashes import DEFAULT_SEED, BlockHasher
+from trio_vllm.mock.config import MockEngineConfig
+from trio_vllm.mock.content import TokenSource
+from trio_vllm.mock.encoding import (
+    MessageBuilder,
+    MessageTemplate,
+    Outgoing,
+    SchedulerStatsEncoder,
+    row_with,
+)
+from trio_vllm.mock.fast_batch import MAX_ROW_LENGTH
+from trio_vllm.mock.kv_cache import KvCache
+from trio_vllm.mock.kv_events import KvCacheEvent
+from trio_vllm.mock.plain_batch import PlainMember, RowMaker
+from trio_vllm.mock.request import Request
+from trio_vllm.mock.scheduled_request import RequestStatus, ScheduledRequest
+from trio_vllm.mock.scheduler import MAX_LAG, Counts, Paused
+from trio_vllm.mock.scheduling import RowExtras, Scheduler, SchedulerConfig, Step
+from trio_vllm.mock.times import RequestTimes, StepTimes
+from trio_vllm.mock.token_rows import Layout, TokenRows
+from trio_vllm.protocol import EventType, PrefillStats, SchedulerStats
+
+
+def _scheduler_config(config: MockEngineConfig) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        scheduling_policy=config.scheduling_policy,
+        max_loras=config.max_loras or None,
+        release=config.release,
+    )
+
+
+def _kv_cache(config: MockEngineConfig) -> KvCache:
+    seed = config.prefix_caching_hash_seed or DEFAULT_SEED
+    return KvCache(
+        config.num_blocks,
+        config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        hasher=BlockHasher(config.prefix_caching_hash_algo, seed),
+        enable_events=config.kv_events is not None,
+    )
+
+
+@attrs.define(eq=False)
+class _Member:
+    """A request, and where its rows are made: in a slot, or as objects."""
+
+    request: Request
+    scheduled: ScheduledRequest
+    slot: int | None = None
+    plain: PlainMember | None = None
+
+
+@attrs.define(eq=False)
+class _Share:
+    """What one client gets in a step."""
+
+    client_index: int
+    members: Sequence[_Member]
+    """Those with a slot."""
+    layout: Layout
+    places: Mapping[ScheduledRequest, int]
+
+
+class SimulatedScheduler:
+    """The unfinished requests of one engine, and its steps.
+
+    Args:
+      config: With a schedule.
+      source: Of tokens.
+      fast_path: False makes all rows as objects, for comparison.
+    """
+
+    def __init__(
+        self, config: MockEngineConfig, source: TokenSource, *, fast_path: bool = True
+    ) -> None:
+        self._config = config
+        self._cache = _kv_cache(config)
+        self._scheduler = Scheduler(
+            _scheduler_config(config), self._cache, fast_path=fast_path and not self._is_by_request
+        )
+        self._times = StepTimes.of(config)
+        self._in_hand: Step | None = None
+        self._due = 0.0
+        self._lost = 0.0
+        self._resets_at_end = False  # what resets the cache waits for the end of the step
+        self._rows = TokenRows(config.vocab_size, source)
+        self._maker = RowMaker(config, source)
+        self._fast_path = fast_path
+        self._members: dict[str, _Member] = {}
+        self._by_scheduled: dict[ScheduledRequest, _Member] = {}
+        self._laid_out: list[ScheduledRequest] | None = None
+        self._shares: list[_Share] = []
+        self._plain: list[_Member] = []  # of the rows laid out
+        self._stats: SchedulerStats | None = None
+        self._encoder = SchedulerStatsEncoder()
+        self._held: frozenset[int] = frozenset()
+        self._kv_events: list[list[KvCacheEvent]] = []
+        self.tokens_made = 0
+
+    @property
+    def counts(self) -> Counts:
+        """Requests running and waiting."""
+        return self._scheduler.num_running, self._scheduler.num_waiting
+
+    @property
+    def paused(self) -> Paused:
+        """How far requests are held back."""
+        return self._scheduler.paused
+
+    @paused.setter
+    def paused(self, paused: Paused) -> None:
+        self._scheduler.paused = paused
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step is in hand, or can begin."""
+        return (self._in_hand is not None or self._scheduler.has_work) and not self._is_stalled
+
+    @property
+    def _is_stalled(self) -> bool:
+        """Whether a client with requests is late: a scheduler cannot do without some of its requests."""
+        return bool(self._held) and any(
+            member.request.client_index in self._held for member in self._members.values()
+        )
+
+    is_steady = False
+    _is_by_request = False
+
+    # Requests -----------------------------------------------------------------------------------
+
+    def get(self, request_id: str) -> Request | None:
+        """An unfinished request."""
+        member = self._members.get(request_id)
+        return None if member is None else member.request
+
+    def unfinished(self) -> list[Request]:
+        """All of them, in the order in which they came."""
+        return [member.request for member in self._members.values()]
+
+    def add(self, request: Request, now: float) -> None:
+        """Let a request wait for its turn."""
+        scheduled = request.scheduled
+        assert scheduled is not None
+        member = _Member(request, scheduled)
+        if self._fast_path and request.extras is None and _is_short(request.request_id):
+            ids: list[int] = scheduled.table.token_ids  # type: ignore[assignment]
+            member.slot = self._rows.add(request, ids)
+        else:
+            member.plain = self._maker.member(request)
+        self._members[request.request_id] = self._by_scheduled[scheduled] = member
+        self._scheduler.add(scheduled, now)
+
+    def remove(self, request: Request) -> None:
+        """Forget an unfinished request; what it has ``emitted`` is up to date then."""
+        self._scheduler.abort([request.request_id])
+        self._forget(self._members[request.request_id])
+
+    def _forget(self, member: _Member) -> None:
+        request = member.request
+        del self._members[request.request_id], self._by_scheduled[member.scheduled]
+        self._laid_out = None
+        if member.plain is not None:
+            request.emitted = member.plain.emitted
+        elif member.slot is not None:
+            request.emitted = request.end - self._rows.remove(member.slot)
+
+    def preempt_all(self, now: float) -> None:
+        """Let all running requests wait again, and forget the prefix cache."""
+        if self._in_hand is None:
+            self._scheduler.reset_prefix_cache(now, reset_running_requests=True)
+        else:
+            self._resets_at_end = True
+
+    def _reset_when_ended(self, now: float) -> None:
+        if self._resets_at_end:
+            self._resets_at_end = False
+            self._scheduler.reset_prefix_cache(now, reset_running_requests=True)
+
+    def reset_cache(self, now: float) -> None:
+        """Forget the prefix cache, if no request runs."""
+        self._scheduler.reset_prefix_cache(now)
+
+    def hold(self, held: frozenset[int]) -> None:
+        """Make no step while these clients have requests, until the next call."""
+        self._held = held
+
+    # Steps --------------------------------------------------------------------------------------
+
+    def steady_step(self, template: MessageTemplate, now: float) -> list[Outgoing] | None:
+        """No step is made without the scheduler."""
+
+    def steady_steps(
+        self, template: MessageTemplate, now: float, limit: int
+    ) -> tuple[int, list[Outgoing]] | None:
+        """No step is made without the scheduler."""
+
+    def begin(self, now: float) -> None:
+        """A message came."""
+
+    def due(self, now: float) -> float:
+        """When the step in hand ends, or the next one begins."""
+        return now if self._in_hand is None else self._due
+
+    def step(self, now: float, builder_for: Callable[[int], MessageBuilder]) -> list[Request]:
+        """End the step in hand and begin the next; which requests have finished."""
+        finished: list[Request] = []
+        step, begin = self._in_hand, now
+        if step is not None:
+            if now < self._due or self._is_stalled:
+                return finished
+            begin = self._keep_pace(self._due, now)
+            self._in_hand = None
+            finished = self._end(step, builder_for)
+        if self.has_work:
+            following = self._scheduler.schedule(now)
+            duration = self._times.duration(following)
+            if duration or step is not None:  # a message has the rows of one step
+                self._in_hand, self._due = following, begin + duration
+            else:
+                finished = self._end(following, builder_for)
+        return finished
+
+    def _keep_pace(self, due: float, now: float) -> float:
+        """The time that was due, unless that is too long ago; then time is lost."""
+        kept = max(due, now - MAX_LAG)
+        self._lost += kept - due
+        return kept
+
+    def pop_lost_time(self) -> float:
+        """Seconds that the machine was too slow for since this was last called."""
+        lost, self._lost = self._lost, 0.0
+        return lost
+
+    def _end(self, step: Step, builder_for: Callable[[int], MessageBuilder]) -> list[Request]:
+        """Make the rows of a step, and let the scheduler know."""
+        running = RequestStatus.RUNNING
+        # Some may have been aborted since.
+        rows = [request for request in step.rows if request.status is running]
+        if rows != self._laid_out:
+            self._lay_out(rows)
+        lasts = [self._rows.advance(share.layout) for share in self._shares]
+        finished = [
+            share.members[place]
+            for share, last in zip(self._shares, lasts, strict=True)
+            for place in last
+        ]
+        finished += [member for member in self._plain if _is_last(member)]
+        extras = self._scheduler.update(step, [member.scheduled for member in finished])
+        for share, last in zip(self._shares, lasts, strict=True):
+            self._write(share, last, extras, builder_for(share.client_index))
+        self._write_plain(extras, builder_for)
+        self.tokens_made += len(rows)
+        if events := self._cache.take_events():
+            self._kv_events.append(events)
+        self._stats = self._scheduler.make_stats(step)
+        for member in finished:
+            self._forget(member)
+        self._reset_when_ended(step.now)
+        return [member.request for member in finished]
+
+    def _lay_out(self, rows: list[ScheduledRequest]) -> None:
+        """Note whose rows these are."""
+        self._laid_out, self._plain = rows, []
+        by_client: dict[int, list[_Member]] = {}
+        for scheduled in rows:
+            member = self._by_scheduled[scheduled]
+            if member.slot is None:
+                self._plain.append(member)
+            else:
+                by_client.setdefault(member.request.client_index, []).append(member)
+        self._shares = [self._share(index, members) for index, members in by_client.items()]
+
+    def _share(self, client_index: int, members: Sequence[_Member]) -> _Share:
+        layout = self._rows.lay_out([m.slot for m in members if m.slot is not None])
+        places = {member.scheduled: place for place, member in enumerate(members)}
+        return _Share(client_index, members, layout, places)
+
+    def _write(
+        self,
+        share: _Share,
+        last: Sequence[int],
+        extras: Mapping[ScheduledRequest, RowExtras],
+        builder: MessageBuilder,
+    ) -> None:
+        """Put the rows of one client into its message: those with more than tokens one by one."""
+        places, edges = share.places, share.layout.edges
+        data = share.layout.buffer.tobytes()
+        special = sorted({*last, *(places[one] for one in extras if one in places)})
+        done = 0
+        for place in special:
+            member = share.members[place]
+            start, end = edges[place], edges[place + 1]
+            if place > done:
+                builder.add(data[edges[done] : start], place - done)
+            events, prefill = _told(extras.get(member.scheduled))
+            is_last = place in last
+            builder.add(
+                row_with(data[start + 1 : end], member.request, events, prefill, final=is_last)
+            )
+            if is_last:
+                builder.finished.append(member.request.request_id)
+            done = place + 1
+        if done < len(share.members):
+            builder.add(data[edges[done] :], len(share.members) - done)
+
+    def _write_plain(
+        self,
+        extras: Mapping[ScheduledRequest, RowExtras],
+        builder_for: Callable[[int], MessageBuilder],
+    ) -> None:
+        width = max((member.plain.width for member in self._plain if member.plain), default=0)
+        for member in self._plain:
+            plain, request = member.plain, member.request
+            assert plain is not None
+            if plain.prefill is not None:
+                for _ in plain.prefill:
+                    pass
+                plain.prefill = None
+            events, plain.output.prefill_stats = _told(extras.get(member.scheduled))
+            request.events = list(events)
+            output = plain.output
+            self._maker.add_row(plain, builder_for(request.client_index), width)
+            member.scheduled.table.token_ids += output.new_token_ids  # type: ignore[operator]
+
+    def pop_kv_events(self) -> list[list[KvCacheEvent]]:
+        """What was cached and evicted in each step since this was last called."""
+        events, self._kv_events = self._kv_events, []
+        return events
+
+    # Statistics ---------------------------------------------------------------------------------
+
+    @property
+    def has_stats(self) -> bool:
+        """Whether there was a step since `pop_stats`."""
+        return self._stats is not None
+
+    def pop_stats(self, step: int, wave: int) -> bytes:
+        """The encoded statistics of the last step; the numbers are those of a lockstep."""
+        stats, self._stats = self._stats, None
+        assert stats is not None
+        stats.step_counter, stats.current_wave = step, wave
+        if not self._config.enable_logging_iteration_details:
+            stats.iteration_details = None
+        return self._encoder.encode(stats)
+
+    def forget_messages(self) -> None:
+        """Nothing is kept between two steps that depends on a template."""
+
+
+GRANULARITY, GRANULARITY_PER_REQUEST = 0.0005, 0.000002
+"""Seconds between two looks at the requests, at least: tokens that are due in between come a little
+late, and those after them do not."""
+
+
+class TimedRequests(SimulatedScheduler):
+    """A `SimulatedScheduler` in which the tokens of each request come at times of their own.
+
+    A request that was scheduled has its row withheld until it is due, and is scheduled again after that.
+    """
+
+    _is_by_request = True
+
+    def __init__(
+        self, config: MockEngineConfig, source: TokenSource, *, fast_path: bool = True
+    ) -> None:
+        super().__init__(config, source, fast_path=fast_path)
+        self._request_times = RequestTimes.of(config)
+        self._dues: dict[ScheduledRequest, float] = {}  # of the rows that are withheld
+        self._last: dict[ScheduledRequest, float] = {}  # when a request got its last token
+        self._is_eager = False  # there may be something to schedule before a row is due
+        self._looked_at = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a row is withheld, or something can be scheduled."""
+        return (bool(self._dues) or self._scheduler.has_work) and not self._is_stalled
+
+    def begin(self, now: float) -> None:
+        """A message came: perhaps a request that can be admitted."""
+        self._is_eager = True
+
+    def add(self, request: Request, now: float) -> None:
+        """Let a request wait for its turn."""
+        super().add(request, now)
+        self._is_eager = True
+
+    def remove(self, request: Request) -> None:
+        """Forget an unfinished request: there may be room for another."""
+        super().remove(request)
+        self._is_eager = True
+
+    def due(self, now: float) -> float:
+        """When the next row is due."""
+        if self._is_eager or not self._dues:
+            return now
+        pause = max(GRANULARITY, GRANULARITY_PER_REQUEST * self._scheduler.num_running)
+        return max(min(self._dues.values()), self._looked_at + pause)
+
+    def step(self, now: float, builder_for: Callable[[int], MessageBuilder]) -> list[Request]:
+        """Send the rows that are due, and schedule what can be; which requests have finished."""
+        finished: list[Request] = []
+        if not self.has_work:
+            self._is_eager = False
+            return finished
+        due = [request for request, time in self._dues.items() if time <= now]
+        if due:
+            finished = self._end(self._step_of(due, now), builder_for)
+        self._is_eager, self._looked_at = False, now
+        if self._scheduler.has_work:
+            self._schedule(now, keep_stats=bool(due))
+        return finished
+
+    def _step_of(self, due: list[ScheduledRequest], now: float) -> Step:
+        """A step with just these rows."""
+        for request in due:
+            self._last[request] = self._keep_pace(self._dues.pop(request), now)
+        step = Step(now, 0, 0.0)
+        step.rows = step.individual_rows = sorted(due, key=lambda request: request.seat)
+        return step
+
+    def _schedule(self, now: float, *, keep_stats: bool) -> None:
+        step = self._scheduler.schedule(now)
+        for request in step.preempted:
+            self._dues.pop(request, None)
+        for request in step.rows:
+            self._dues[request] = self._due_time(request, now)
+        self._is_eager = any(request.is_prefill_chunk for request in step.scheduled)
+        if not keep_stats:
+            self._stats = self._scheduler.make_stats(step)
+
+    def _due_time(self, request: ScheduledRequest, now: float) -> float:
+        member, running = self._by_scheduled[request], self._scheduler.num_running
+        times, key, last = self._request_times, member.request.key, self._last.get(request)
+        if last is not None:
+            return last + times.to_next_token(key, request.num_tokens, running)
+        prefill = request.prefill_stats
+        computed = request.num_prompt_tokens if prefill is None else prefill.num_computed_tokens
+        return now + times.to_first_token(
+            key, computed, running, is_remote=member.request.is_prefilled_elsewhere
+        )
+
+    def _forget(self, member: _Member) -> None:
+        super()._forget(member)
+        self._dues.pop(member.scheduled, None)
+        self._last.pop(member.scheduled, None)
+
+    def preempt_all(self, now: float) -> None:
+        """Let all running requests wait again, and forget the prefix cache."""
+        super().preempt_all(now)
+        self._dues.clear()
+
+
+def simulated_scheduler(
+    config: MockEngineConfig, source: TokenSource, *, fast_path: bool
+) -> SimulatedScheduler:
+    """A scheduler that takes the time that the options say."""
+    kind = TimedRequests if config.is_timed_by_request else SimulatedScheduler
+    return kind(config, source, fast_path=fast_path)
+
+
+def _is_short(request_id: str) -> bool:
+    return len(request_id) * 4 < MAX_ROW_LENGTH
+
+
+def _is_last(member: _Member) -> bool:
+    plain, request = member.plain, member.request
+    return plain is not None and (request.is_pooling or plain.emitted + 1 >= request.end)
+
+
+def _told(
+    extras: RowExtras | None,
+) -> tuple[Sequence[tuple[EventType, float]], PrefillStats | None]:
+    """Events and statistics of a row."""
+    if extras is None:
+        return (), None
+    return [(event.type, event.timestamp) for event in extras.events], extras.prefill_stats

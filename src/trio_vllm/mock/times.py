@@ -1,0 +1,121 @@
+"""How long the steps of an engine take, or the tokens of a request; sans IO and without a clock."""
+
+from __future__ import annotations
+
+from statistics import NormalDist
+
+import attrs
+
+from trio_vllm.mock.config import MAX_DEVIATION, MockEngineConfig
+from trio_vllm.mock.content import hash_at
+from trio_vllm.mock.scheduling import Step
+
+_SALT = 1 << 42
+"""Keeps the bits that times are drawn from apart from those of tokens."""
+_NORMAL = NormalDist()
+
+
+@attrs.frozen
+class StepTimes:
+    """The duration of a step, from what it computes."""
+
+    base: float
+    per_request: float
+    per_prefill_token: float
+    per_context_token: float
+
+    @classmethod
+    def of(cls, config: MockEngineConfig) -> StepTimes:
+        """The times that are asked for, to scale."""
+        scale = config.time_scale
+        return cls(
+            max(config.step_time, config.step_interval) * scale,
+            config.step_time_per_request * scale,
+            config.step_time_per_prefill_token * scale,
+            config.step_time_per_context_token * scale,
+        )
+
+    def duration(self, step: Step) -> float:
+        """How long a step takes; no time if it computes nothing."""
+        if not step.num_tokens:
+            return 0.0
+        decoding = step.details.num_generation_requests
+        # What is computed again after a preemption is as slow as a prompt.
+        prefill = step.num_tokens - decoding
+        return (
+            self.base
+            + self.per_request * decoding
+            + self.per_prefill_token * prefill
+            + self.per_context_token * step.context_length
+        )
+
+
+@attrs.frozen
+class Spread:
+    """A time with a standard deviation, never further from the mean than `MAX_DEVIATION` of it."""
+
+    mean: float
+    deviation: float = 0.0
+
+    def draw(self, key: int, position: int) -> float:
+        """The time at one position of a request."""
+        if not self.deviation:
+            return self.mean
+        share = ((hash_at(key, _SALT + position) >> 11) + 0.5) / 2**53
+        most = MAX_DEVIATION * self.mean
+        return self.mean + min(most, max(-most, self.deviation * _NORMAL.inv_cdf(share)))
+
+
+@attrs.frozen
+class RequestTimes:
+    """When the tokens of a request come, however many others there are."""
+
+    first: Spread
+    prefill_overhead: float
+    prefill_per_token: Spread
+    transfer: Spread
+    between: Spread
+    factor_under_load: float
+    max_num_seqs: int
+    scale: float
+
+    @classmethod
+    def of(cls, config: MockEngineConfig) -> RequestTimes:
+        """The times that are asked for."""
+        return cls(
+            Spread(config.time_to_first_token, config.time_to_first_token_std_dev),
+            config.prefill_overhead,
+            Spread(config.prefill_time_per_token, config.prefill_time_std_dev),
+            Spread(config.kv_cache_transfer_latency, config.kv_cache_transfer_latency_std_dev),
+            Spread(config.inter_token_latency, config.inter_token_latency_std_dev),
+            config.time_factor_under_load,
+            config.max_num_seqs,
+            config.time_scale,
+        )
+
+    def to_first_token(
+        self, key: int, num_computed: int, num_running: int, *, is_remote: bool
+    ) -> float:
+        """From the admission to the first token.
+
+        Args:
+          key: Of the request.
+          num_computed: Tokens of the prompt that were not cached.
+          num_running: Requests that run, this one among them.
+          is_remote: Whether the prompt was prefilled elsewhere, and its KV blocks are fetched.
+        """
+        if is_remote:
+            time = self.transfer.draw(key, 0)
+        elif self.first.mean:
+            time = self.first.draw(key, 0)
+        else:
+            time = self.prefill_overhead + num_computed * self.prefill_per_token.draw(key, 0)
+        return time * self._factor(num_running)
+
+    def to_next_token(self, key: int, position: int, num_running: int) -> float:
+        """From the last token to the one at this position."""
+        return self.between.draw(key, position) * self._factor(num_running)
+
+    def _factor(self, num_running: int) -> float:
+        others = (num_running - 1) / max(1, self.max_num_seqs - 1)
+        return self.scale * (1 + (self.factor_under_load - 1) * others)

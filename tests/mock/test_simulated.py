@@ -1,0 +1,332 @@
+"""Engines with a schedule: what was recorded from real ones, message by message."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from tests.mock.driver import Driver, drive
+from tests.mock.replay import _OPTIONS, Json, load
+from tests.mock.test_schedules import RECORDED, without_ids
+
+from trio_vllm.mock.encoding import MessageBuilder, MessageTemplate, SchedulerStatsEncoder
+from trio_vllm.protocol import (
+    EngineCoreOutput,
+    IterationDetails,
+    PrefixCacheStats,
+    RequestBatchOutputs,
+    SchedulerStats,
+    decode_outputs,
+)
+
+
+def driver_for(recording: Json, **config: Any) -> Driver:
+    """An engine with the options of the recorded one."""
+    options, ready = _OPTIONS.parse_args(recording["engine_args"]), recording["ready"]
+    return drive(
+        **{name: ready[name] for name in ("max_model_len", "max_num_seqs", "num_gpu_blocks")},
+        **{name: ready[name] for name in ("block_size", "max_num_batched_tokens")},
+        enable_chunked_prefill=options.enable_chunked_prefill,
+        enable_prefix_caching=options.enable_prefix_caching,
+        long_prefill_token_threshold=options.long_prefill_token_threshold,
+        scheduling_policy=options.scheduling_policy,
+        prefix_caching_hash_algo=options.prefix_caching_hash_algo,
+        enable_logging_iteration_details=True,
+        **config,
+    )
+
+
+def run_phase(driver: Driver, phase: Json) -> Iterator[Json]:
+    """Add what was added while the scheduler was paused, and let it run; each message."""
+    driver.call("pause_scheduler", "keep", False)
+    if phase["before"] is not None:
+        assert driver.call(*phase["before"])
+    for request in phase["requests"]:
+        driver.add(
+            request["id"],
+            request["max_tokens"],
+            prompt_token_ids=request["prompt"],
+            priority=request.get("priority", 0),
+            cache_salt=request.get("cache_salt"),
+            arrival_time=1_700_000_000 + request["arrival"],
+        )
+    driver.sent.clear()
+    driver.step()
+    assert driver.batches() == []
+    driver.call("resume_scheduler")
+    driver.sent.clear()
+    driver.run()
+    for batch in driver.batches():
+        yield message(batch)
+
+
+def message(batch: RequestBatchOutputs) -> Json:
+    """A message in the form of the recordings."""
+    told: Json = {}
+    if batch.outputs:
+        told["rows"] = [row(output) for output in batch.outputs]
+    assert batch.scheduler_stats is not None
+    stats = attrs.asdict(batch.scheduler_stats)
+    told["stats"] = {
+        name: stats[name]
+        for name in ("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs")
+    }
+    told["stats"]["kv_cache_usage"] = pytest.approx(stats["kv_cache_usage"], abs=1e-9)
+    told["stats"]["prefix_cache_stats"] = stats["prefix_cache_stats"]
+    if stats["iteration_details"] is not None:
+        told["stats"]["iteration_details"] = stats["iteration_details"]
+        del told["stats"]["iteration_details"]["elapsed_ms"]
+    return told
+
+
+def row(output: EngineCoreOutput) -> Json:
+    """An output in the form of the recordings."""
+    told: Json = {"id": output.request_id, "tokens": len(output.new_token_ids)}
+    if output.finish_reason is not None:
+        told["finish"] = str(output.finish_reason)
+    if output.events is not None:
+        told["events"] = [event.type.name.lower() for event in output.events]
+    if output.prefill_stats is not None:
+        told["prefill"] = attrs.asdict(output.prefill_stats)
+    return told
+
+
+@pytest.mark.parametrize("fast_path", [True, False])
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.name.partition(".")[0])
+def test_messages_are_those_of_a_real_engine(path: Path, *, fast_path: bool) -> None:
+    """Rows, ends, events, prefill statistics and scheduler statistics of each step."""
+    recording = load(path)
+    driver = driver_for(recording, fast_path=fast_path)
+    for phase in recording["phases"]:
+        got = list(run_phase(driver, phase))
+        expected = [without_ids(step) for step in phase["steps"]]
+        for number, (mine, real) in enumerate(zip(got, expected, strict=False)):
+            assert mine == real, f"step {number}"
+        assert len(got) == len(expected)
+
+
+def prompt(length: int, first: int = 0) -> list[int]:
+    """Tokens that differ from those with another ``first``."""
+    return list(range(first, first + length))
+
+
+def first_steps(driver: Driver) -> dict[str, int]:
+    """In which message each request got its first token."""
+    return {
+        output.request_id: number
+        for number, batch in reversed(list(enumerate(driver.batches())))
+        for output in batch.outputs
+    }
+
+
+def stats_of(driver: Driver) -> list[tuple[int, int]]:
+    """Running and waiting requests after each step."""
+    stats = [batch.scheduler_stats for batch in driver.batches()]
+    return [(one.num_running_reqs, one.num_waiting_reqs) for one in stats if one is not None]
+
+
+def test_without_options_nothing_waits() -> None:
+    """The ceiling engine runs all at once; a schedule has 256 seats."""
+    for schedule, waiting in ((None, 0), (True, 44)):
+        driver = drive(schedule=schedule)
+        for number in range(300):
+            driver.add(f"r{number}", 2)
+        driver.step()
+        assert driver.engine.counts == (300 - waiting, waiting)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"schedule": True}, {"a": 0, "b": 0, "c": 0}),
+        ({"max_num_seqs": 2}, {"a": 0, "b": 0, "c": 2}),
+        ({"max_num_batched_tokens": 256}, {"a": 0, "b": 0, "c": 1}),
+        ({"long_prefill_token_threshold": 50}, {"a": 1, "b": 1, "c": 1}),
+        ({"scheduling_policy": "priority", "max_num_seqs": 1}, {"c": 0, "b": 2, "a": 4}),
+        (
+            {"num_gpu_blocks": 17, "max_model_len": 256, "enable_prefix_caching": False},
+            {"a": 0, "b": 0, "c": 2},
+        ),
+        ({"block_size": 128, "num_gpu_blocks": 3, "max_model_len": 256}, {"a": 0, "b": 0, "c": 2}),
+        (
+            {
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": 256,
+                "max_model_len": 256,
+            },
+            {"a": 0, "b": 0, "c": 1},
+        ),
+    ],
+)
+def test_each_option_of_the_schedule_counts(
+    options: dict[str, Any], expected: dict[str, int]
+) -> None:
+    """It decides in which step requests get their first tokens."""
+    driver = drive(**options)
+    for name, priority in (("a", 3), ("b", 2), ("c", 1)):
+        driver.add(name, 2, prompt_token_ids=prompt(100, first=1000 * ord(name)), priority=priority)
+    driver.run()
+    assert first_steps(driver) == expected
+
+
+def test_cached_tokens_are_told() -> None:
+    """Unless the cache is off, reset, or the prompt is salted."""
+    driver = drive(schedule=True)
+
+    def cached(request_id: str, **fields: Any) -> int:
+        driver.add(request_id, 1, prompt_token_ids=prompt(64), **fields)
+        driver.run()
+        stats = driver.outputs(request_id)[0].prefill_stats
+        assert stats is not None
+        return stats.num_cached_tokens
+
+    assert [cached("a"), cached("b")] == [0, 48]
+    assert cached("c", cache_salt="salt") == 0
+    assert cached("d", params={"skip_reading_prefix_cache": True}) == 0
+    assert driver.call("reset_prefix_cache")
+    assert cached("e") == 0
+    driver.call("pause_scheduler", "abort", True)
+    driver.call("resume_scheduler")
+    assert cached("f") == 0
+    driver.call("pause_scheduler", "abort", False)
+    driver.call("resume_scheduler")
+    assert cached("g") == 48
+
+
+def test_resets_are_answered_as_the_engine_does() -> None:
+    """While requests run it is refused, unless these may be preempted."""
+    driver = drive(schedule=True)
+    driver.add("a", 10)
+    driver.step(2)
+    assert driver.call("reset_prefix_cache") is False
+    assert driver.call("reset_prefix_cache", True) is True
+    assert driver.engine.counts == (0, 1)
+    driver.run()
+    assert len(driver.tokens("a")) == 10
+    assert [event.type.name for output in driver.outputs("a") for event in output.events or ()] == [
+        "QUEUED",
+        "SCHEDULED",
+        "PREEMPTED",
+        "SCHEDULED",
+    ]
+
+
+def test_adapters_are_limited_in_a_step() -> None:
+    """A request with one adapter too many waits for the first."""
+    driver = drive(schedule=True, max_loras=1)
+    for name, number in (("a", 1), ("b", 2)):
+        driver.add(name, 2, lora_request=[name, number, f"/{name}", None, False, False])
+    driver.run()
+    assert first_steps(driver) == {"a": 0, "b": 2}
+
+
+def test_pauses_hold_back_what_they_say() -> None:
+    """``wait`` lets run what runs, and answers then."""
+    driver = drive(schedule=True)
+    driver.add("a", 3)
+    driver.step()
+    call_id = driver.post("pause_scheduler", "wait", True)
+    driver.add("b", 1)
+    assert driver.answer(call_id) is None
+    driver.run()
+    assert driver.answer(call_id) is not None
+    assert (len(driver.tokens("a")), driver.tokens("b")) == (3, [])
+    driver.call("resume_scheduler")
+    driver.run()
+    assert len(driver.tokens("b")) == 1
+
+
+def test_aborted_requests_leave_their_seats() -> None:
+    """In the queue and while they run."""
+    driver = drive(max_num_seqs=1)
+    for name in ("a", "b", "c"):
+        driver.add(name, 10)
+    driver.step()
+    driver.abort("b")
+    driver.abort("a")
+    driver.run()
+    assert (len(driver.tokens("a")), driver.tokens("b"), len(driver.tokens("c"))) == (1, [], 10)
+    assert stats_of(driver)[-1] == (0, 0)
+
+
+def test_iteration_details_are_told_on_wish() -> None:
+    """They are off by default, as in vLLM."""
+    for wished in (False, True):
+        driver = drive(schedule=True, enable_logging_iteration_details=wished)
+        driver.add("a", 2)
+        driver.run()
+        stats = driver.batches()[0].scheduler_stats
+        assert stats is not None
+        assert (stats.iteration_details is not None) is wished
+
+
+def test_a_late_client_stops_the_engine() -> None:
+    """A schedule cannot go on without some of its requests; when the client is back it goes on."""
+    driver = drive(schedule=True, client_count=2)
+    driver.add("a", 5)
+    driver.add("b", 5, client_index=1)
+    driver.step()
+    driver.engine.hold_clients(frozenset({1}), driver.now)
+    driver.step(3)
+    assert len(driver.tokens("a")) == 1
+    driver.engine.hold_clients(frozenset(), driver.now)
+    driver.run()
+    assert (len(driver.tokens("a")), len(driver.tokens("b"))) == (5, 5)
+    assert {output.request_id for batch in driver.batches(1) for output in batch.outputs} == {"b"}
+
+
+def test_tokens_are_those_of_an_engine_without_a_schedule() -> None:
+    """Long outputs, many requests that come and go, and log probabilities among them."""
+    drivers = [drive(), drive(schedule=True), drive(schedule=True, fast_path=False)]
+    for driver in drivers:
+        for number in range(100):
+            params = {"logprobs": 1} if number % 7 == 0 else {}
+            driver.add(f"r{number}", 1 + number * 3, params=params)
+            driver.step()
+        driver.run()
+    tokens = [{f"r{n}": driver.tokens(f"r{n}") for n in range(100)} for driver in drivers]
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert [len(tokens[1][f"r{n}"]) for n in range(100)] == [1 + n * 3 for n in range(100)]
+
+
+def test_pooling_and_embeddings_are_scheduled() -> None:
+    """A pooling request ends with its prompt."""
+    driver = drive(max_num_batched_tokens=256)
+    driver.add("a", 1, prompt_token_ids=prompt(600))
+    driver.add("p", sampling_params=None, pooling_params=[])
+    driver.run()
+    assert first_steps(driver) == {"a": 2, "p": 2}
+    assert driver.outputs("p")[0].pooling_output is not None
+
+
+@pytest.mark.parametrize("details", [None, IterationDetails(num_ctx_tokens=3)])
+@pytest.mark.parametrize("reset", [False, True])
+def test_statistics_from_the_template_are_whole(
+    details: IterationDetails | None, *, reset: bool
+) -> None:
+    """Each number is in its place, and what is no number too."""
+    stats = SchedulerStats(
+        num_running_reqs=1,
+        num_waiting_reqs=2,
+        num_skipped_waiting_reqs=3,
+        step_counter=4,
+        current_wave=5,
+        kv_cache_usage=0.625,
+        iteration_details=details,
+        prefix_cache_stats=PrefixCacheStats(
+            reset=reset,
+            requests=6,
+            queries=7,
+            hits=8,
+            preempted_requests=9,
+            preempted_queries=10,
+            preempted_hits=11,
+        ),
+    )
+    template = MessageTemplate(0, "default")
+    encoded = SchedulerStatsEncoder().encode(stats)
+    frames = template.build(MessageBuilder(), encoded, 1.0)
+    outputs = decode_outputs([bytes(frame) for frame in frames])
+    assert isinstance(outputs, RequestBatchOutputs)
+    assert outputs.scheduler_stats == stats
