@@ -207,11 +207,22 @@ async def test_verbose(run_smoke: RunSmoke) -> None:
     assert outcome.exit_code == 0
 
 
+async def test_generate_demands_no_more_than_was_asked_for(run_smoke: RunSmoke) -> None:
+    """An engine that goes on after ``max_tokens`` is at fault."""
+
+    def complete(request: EngineCoreRequest) -> Iterator[EngineCoreOutput]:
+        yield EngineCoreOutput(request.request_id, [1] * 6, finish_reason=FinishReason.LENGTH)
+
+    outcome = await run_smoke("generate", engines=[FakeEngine(complete=complete)])
+
+    assert outcome.exit_code == 1
+    assert "goes on after 5 tokens, which is all that was asked for" in outcome.err
+
+
 @pytest.mark.parametrize(
     ("outputs", "reason"),
     [
         ([([1], FinishReason.LENGTH)], "1 tokens came instead of 5"),
-        ([([1] * 6, FinishReason.LENGTH)], "goes on after 5 tokens, which is all that was asked"),
         ([([], FinishReason.STOP)], "0 tokens came instead of 5"),
         ([([1], None), ([], FinishReason.ABORT)], "finish_reason is abort"),
         ([([1], FinishReason.ERROR)], "finish_reason is error, expected was length or stop: "),

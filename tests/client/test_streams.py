@@ -26,7 +26,7 @@ async def test_a_request_reaches_the_engine_completed_and_the_callers_is_unchang
         stop_token_ids=[7], eos_token_id=2, structured_outputs=StructuredOutputsParams(regex="a*")
     )
     request = make_request(sampling_params=params, priority=3)
-    options = {"client_index": 5, "structured_outputs_backend": "guidance"}
+    options = {"vocab_size": 9, "client_index": 5, "structured_outputs_backend": "guidance"}
     async with open_world(client_options=options) as world:
         async with world.client.call(request):
             (got,) = world.engine.requests()

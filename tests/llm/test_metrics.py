@@ -514,6 +514,8 @@ async def test_adapters_of_requests(autojump_clock: MockClock) -> None:
     async with open_llm_world(observers=[metrics.observer], **ready) as world:
         for number, name in enumerate("ab"):
             lora = LoRARequest(lora_name=name, lora_int_id=number + 1, lora_path="p")
+            facts = world.llm.client.driver.core.facts
+            facts.note_results("add_lora", [[name, number + 1, "p"]], {0: True})
             prompt = make_prompt(name, request_lora_request=lora)
             await world.start(partial(world.llm.generate, prompt))
         first = world.engine.requests()[0].request_id

@@ -53,7 +53,7 @@ async def test_the_line(caplog: pytest.LogCaptureFixture, autojump_clock: MockCl
     caplog.set_level(logging.DEBUG)
     async with open_llm_in_memory(stats_interval=10) as (llm, world):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(llm.generate, make_prompt())
+            nursery.start_soon(llm.generate, make_prompt(max_tokens=99))
             await wait_all_tasks_blocked()
             engine = world.engines[0]
             (request,) = engine.requests()

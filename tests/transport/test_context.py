@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import resource
 import sys
 import time
@@ -12,11 +13,11 @@ from pathlib import Path
 import pytest
 import trio
 from tests.transport.peers import ANY_PORT, LIMIT
-from tests.transport.startup import footprint, until
+from tests.transport.startup import until
 from trio.testing import wait_all_tasks_blocked
 
 from trio_vllm.errors import ConfigurationError
-from trio_vllm.transport.zmq_context import IO_THREADS, SocketType, ZmqContext, open_context
+from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
 from trio_vllm.transport.zmq_socket import BUDGETED_SIZE, ZERO_COPY_SIZE, ZmqSocket
 
 
@@ -59,9 +60,7 @@ async def test_one_context_for_all(context: ZmqContext) -> None:
     """Two more places for sockets bring no thread; what is bound in one is free when it is left."""
     socket = context.socket(SocketType.PULL)
     address = socket.bind(ANY_PORT)
-    with trio.fail_after(LIMIT):  # they take a moment to give themselves names
-        await until(lambda: footprint()[1] >= IO_THREADS + 1)
-    threads = footprint()[1]  # of this context, and of those of earlier tests that still end
+    threads = set(os.listdir("/proc/self/task"))
     async with open_context() as first, open_context() as second:
         push = second.socket(SocketType.PUSH)
         push.connect(address)
@@ -70,7 +69,7 @@ async def test_one_context_for_all(context: ZmqContext) -> None:
         bound = first.socket(SocketType.PULL)
         first.open_monitor(bound)
         address = bound.bind(ANY_PORT)
-        assert footprint()[1] <= threads
+        assert set(os.listdir("/proc/self/task")) <= threads
 
     async with open_context() as again:
         assert again.socket(SocketType.PULL).bind(address) == address
