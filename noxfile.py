@@ -48,9 +48,11 @@ def lint(session: nox.Session) -> None:
     startable = "--startable-in-context-manager=serve_mock_engines"
     check_async = ("flake8-async", "--enable=ASYNC", startable, "--disable")
     # ASYNC109: a timeout parameter is our contract for every wait on a peer.
-    session.run(*check_async, "ASYNC109", *python_files("src"))
+    # `trio_vllm.asyncio` is the one module whose coroutines are another loop's.
+    ours = [path for path in python_files("src") if not path.endswith("/trio_vllm/asyncio.py")]
+    session.run(*check_async, "ASYNC109", *ours)
     # A test need not wait (ASYNC91x, ASYNC124); a script may block on a process or a file (ASYNC2xx).
-    relaxed = "ASYNC109,ASYNC91,ASYNC124,ASYNC2"
+    relaxed = "ASYNC109,ASYNC113,ASYNC114,ASYNC116,ASYNC900,ASYNC91,ASYNC124,ASYNC2"
     session.run(*check_async, relaxed, *python_files("tests"), *python_files("smoke"))
 
 

@@ -143,6 +143,7 @@ class ChildProcess:
 
     async def end(self, grace: float) -> None:
         """Terminate it, and kill after ``grace`` seconds what is left of it, until that is gone."""
+        await trio.lowlevel.checkpoint()
         if grace:
             self._signal(signal.SIGTERM)
             with trio.move_on_after(grace):

@@ -118,7 +118,7 @@ class _Command:
     on_line: Callable[[str], None] | None
     end_times: EndTimes
 
-    async def run(
+    async def run(  # noqa: ASYNC114
         self, address: str, *, task_status: trio.TaskStatus[_Run] = trio.TASK_STATUS_IGNORED
     ) -> None:
         """Task: run it until `_Run.leave` is set; a failed start is raised by `trio.Nursery.start`."""
@@ -239,7 +239,7 @@ class SpawnedEngine:
                 try:
                     yield channels
                 except EngineDeadError as error:
-                    await _tell_end(run, error)
+                    await _tell_end(run, error)  # noqa: ASYNC120
                     raise
         if startup.how_ended is not None:
             raise EngineCommandError(
@@ -248,6 +248,7 @@ class SpawnedEngine:
 
     async def _renew_used(self) -> None:
         """Start the command again if its engines have served a connection."""
+        await trio.lowlevel.checkpoint()
         if not self._run.is_used:
             return
         if not self._can_restart:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import trio
 
 from trio_vllm import Llm
 from trio_vllm.cli.app import write_output
@@ -74,6 +75,7 @@ def planned_requests(options: BenchOptions) -> Iterator[PlannedRequest]:
 
 async def _warm_up(llm: Llm, options: BenchOptions) -> None:
     """Requests that are not counted; their seed is another, so that no prefix of ours is cached."""
+    await trio.lowlevel.checkpoint()
     if options.num_warmups:
         other = attrs.evolve(options, seed=options.seed + 1, request_rate=float("inf"))
         await run_load(

@@ -263,7 +263,7 @@ async def _measure(llm: Llm, planned: PlannedRequest, begin: float) -> RequestRe
         record.error = str(error)
     record.output_len = sum(record.delivery_sizes)
     record.end_time = trio.current_time() - begin
-    return record
+    return record  # noqa: ASYNC910
 
 
 # Figures ------------------------------------------------------------------------------------------

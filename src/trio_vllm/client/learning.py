@@ -101,6 +101,7 @@ class Learner:
             raise
 
     async def _learn_for(self, request: EngineCoreRequest) -> None:
+        await trio.lowlevel.checkpoint()
         facts = self._engines.core.facts
         # Nothing is to be found out for one that is refused whatever comes of it.
         check_request(fill_defaults(request), facts.limits)
@@ -115,6 +116,7 @@ class Learner:
 
     async def learn_supported_tasks(self, *, timeout: float = UTILITY_TIMEOUT) -> None:
         """Ask the engines what the model can do; see `CoreDriver.learn_supported_tasks`."""
+        await trio.lowlevel.checkpoint()
         facts, deadline = self._engines.core.facts, trio.current_time() + timeout
         while facts.limits.supported_tasks is None:
             left = max(deadline - trio.current_time(), 0)
@@ -156,6 +158,7 @@ class Learner:
 
     async def _load_adapter(self, request: EngineCoreRequest) -> None:
         """Load an adapter into every engine: one that does not load would kill them in a request."""
+        await trio.lowlevel.checkpoint()
         core, lora = self._engines.core, request.lora_request
         assert lora is not None
         key = attrs.astuple(lora)

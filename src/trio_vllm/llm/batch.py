@@ -76,7 +76,7 @@ class BatchResults(Generic[R, O]):
             await self._waker.wait()
         self._delivered_count += 1
         self._slots.release()
-        return self._ready.pop(number)
+        return self._ready.pop(number)  # noqa: ASYNC910
 
     def _next_number(self) -> int | None:
         if self._ordered:
@@ -112,11 +112,11 @@ class BatchResults(Generic[R, O]):
         if isinstance(self._requests, AsyncIterator):
             return await anext(self._requests)
         try:
-            return next(self._requests)
+            return next(self._requests)  # noqa: ASYNC910
         except StopIteration:  # which a coroutine cannot raise
             raise StopAsyncIteration from None
 
-    async def _answer(self, number: int, request: R) -> None:
+    async def _answer(self, number: int, request: R) -> None:  # noqa: ASYNC910
         for attempt in range(self._retries + 1):
             result: O | EngineCoreError
             try:
@@ -129,4 +129,4 @@ class BatchResults(Generic[R, O]):
                 result = error
             self._ready[number] = request, result
             self._waker.wake()
-            return
+            return  # noqa: ASYNC910

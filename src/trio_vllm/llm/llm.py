@@ -357,7 +357,7 @@ class Llm:
         ids = self._make_ids(request)
         return ids, to_engine_requests(request, ids, self.client.max_model_len)
 
-    async def _prepare(self, children: Sequence[EngineCoreRequest]) -> None:
+    async def _prepare(self, children: Sequence[EngineCoreRequest]) -> None:  # noqa: ASYNC910
         """Find out what they depend on, which is the same for all of them."""
         # It costs no task switch when there is nothing to find out.
         if self.client.driver.lacks_facts(children[0]):

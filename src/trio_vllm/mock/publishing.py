@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import attrs
+import trio
 
 from trio_vllm.concurrency import running
 from trio_vllm.errors import ConfigurationError
@@ -58,6 +59,7 @@ class KvEventFeed:
 
     async def answer_replays(self) -> None:
         """Task: repeat what is asked for."""
+        await trio.lowlevel.checkpoint()
         while self._sockets.repeats:
             request = await self._sockets.receive_request()
             for frames in self._publisher.replay([bytes(frame) for frame in request]):

@@ -67,7 +67,7 @@ class ServeLimits:
     runner: RunnerLimits = attrs.field(factory=RunnerLimits)
 
 
-async def serve_mock_engines(
+async def serve_mock_engines(  # noqa: ASYNC128
     config: MockEngineConfig,
     options: ServeOptions,
     *,

@@ -80,6 +80,7 @@ class Frontend:
 
     async def collect(self, request_id: str) -> list[EngineCoreOutput]:
         """Wait for the end of a request; gives its outputs."""
+        await trio.lowlevel.checkpoint()
         while True:
             outputs = self.outputs_of(request_id)
             if any(output.finish_reason is not None for output in outputs):

@@ -39,7 +39,7 @@ if find_spec("pytest_trio") is not None:
     import pytest_trio
 
     @pytest_trio.trio_fixture  # type: ignore[untyped-decorator]
-    async def mock_llm(request: pytest.FixtureRequest) -> AsyncIterator[MockLlm]:
+    async def mock_llm(request: pytest.FixtureRequest) -> AsyncIterator[MockLlm]:  # noqa: ASYNC900
         """An `Llm`, as ``mock_llm.llm``, and mock engines in memory."""
         async with run_mock_llm(**_options(request, "mock_llm")) as mock:
-            yield mock
+            yield mock  # noqa: ASYNC119

@@ -130,6 +130,7 @@ class StartupRun:
         return self._machine.ready_responses
 
     async def _wait_complete(self) -> None:
+        await trio.lowlevel.checkpoint()
         while (phase := self._machine.phase) is not None:
             if trio.current_time() >= self._deadline:
                 raise self._failure(phase)

@@ -36,7 +36,7 @@ class KvEventSockets:
         assert self._replayer is not None
         return await self._replayer.receive()
 
-    async def answer(self, frames: Sequence[bytes]) -> None:
+    async def answer(self, frames: Sequence[bytes]) -> None:  # noqa: ASYNC910
         """Send a part of a replay; nothing if who asked for it has gone."""
         assert self._replayer is not None
         with suppress(PeerGoneError):

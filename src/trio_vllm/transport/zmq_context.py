@@ -173,14 +173,14 @@ class ZmqContext:
         socket.set_options(options)
         return socket
 
-    async def aclose(self) -> None:
+    async def aclose(self) -> None:  # noqa: ASYNC910
         """Close all sockets, and wait until their last messages are out or their lingers over."""
         if self._is_closed:
-            return
+            return  # noqa: ASYNC910
         self._is_closed = True
         for socket in self._sockets:
             socket.close()
-        with trio.move_on_after(self._longest_linger + self._termination_grace, shield=True):
+        with trio.move_on_after(self._longest_linger + self._termination_grace, shield=True):  # noqa: ASYNC912
             # Others may use the context that the sockets are in, so we wait for those that are
             # watched; unless it is to end, when ØMQ waits for all.
             for monitor in self._monitors:

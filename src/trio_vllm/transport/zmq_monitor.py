@@ -218,6 +218,7 @@ class ConnectionTable(trio.abc.ReceiveChannel[Disconnect]):
 
     async def run(self) -> None:
         """Task: follow the monitor until the socket is closed."""
+        await trio.lowlevel.checkpoint()
         with suppress(trio.ClosedResourceError):
             while True:
                 # To receive an event here would take it across a checkpoint, in which a message of
