@@ -158,7 +158,9 @@ class Play:
         assert self.core.in_flight_count == len(in_flight), (
             "a request is neither over nor in flight"
         )
-        assert self.core.next_deadline > self._now
+        if self.core.next_deadline <= self._now:  # the first request asks for a look at once
+            self.core.tick(self._now)
+        assert self.core.next_deadline > self._now, "a deadline that has passed stays"
         statistics = self.core.statistics()
         assert len(statistics.dropped) <= MAX_DROP_REASONS
         assert statistics.utility_calls == len(self._calls)
