@@ -16,7 +16,7 @@ from trio.testing import wait_all_tasks_blocked
 from trio_vllm.concurrency import running
 from trio_vllm.mock import MockEngine, MockEngineConfig
 from trio_vllm.mock.runner import EngineRunner, Lockstep, RunnerLimits
-from trio_vllm.mock.scheduler import MAX_LAG
+from trio_vllm.mock.unlimited import MAX_LAG
 from trio_vllm.protocol import (
     COORDINATOR_READY,
     DpControlOutput,

@@ -1,4 +1,4 @@
-"""`run_smokes`: where the engines come from, what is told of it all, and the exit code."""
+"""`run_smokes` finds the engines that the options name, runs smokes on them, and reports the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The errors of the checks before a request is sent; `validate_and_encode` adds the request's id."""
+"""Errors of input processing, which name a field; `validate_and_encode` adds the request's id.
+
+A module of its own, since `structured_outputs` and `input_processing`, which imports that, both raise them.
+"""
 
 from __future__ import annotations
 

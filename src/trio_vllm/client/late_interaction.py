@@ -1,4 +1,4 @@
-"""Late interaction: documents are scored by the engine that keeps their query.
+"""Late interaction sends documents to the engine that keeps their query.
 
 A worker caches the embeddings of a query under a key, for so many documents; it dies of a document
 whose query it does not have. Mirrors ``vllm/v1/pool/late_interaction.py``.

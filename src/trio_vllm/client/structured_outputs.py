@@ -1,4 +1,4 @@
-"""Structured outputs before they are sent: which backend, in which form, and what it cannot do.
+"""Structured outputs: chooses a backend, writes what it can use, and refuses what it cannot do.
 
 Mirrors ``SamplingParams._validate_structured_outputs`` upstream and the validating functions of
 ``vllm/v1/structured_output/backend_*.py``, without the backends themselves. What only they find out

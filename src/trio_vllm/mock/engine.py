@@ -31,8 +31,8 @@ from trio_vllm.mock.encoding import (
 from trio_vllm.mock.events import EventLog, Summary
 from trio_vllm.mock.kv_events import KvCacheEvent
 from trio_vllm.mock.request import Refusal, Request, RequestFactory
-from trio_vllm.mock.scheduler import Counts, Scheduler
 from trio_vllm.mock.simulated import SimulatedScheduler, simulated_scheduler
+from trio_vllm.mock.unlimited import Counts, UnlimitedScheduler
 from trio_vllm.mock.utilities import EngineControl, RequestAction
 from trio_vllm.protocol import (
     MAX_ENGINES,
@@ -272,10 +272,10 @@ class MockEngine:
         self._has_coordinator = has_coordinator
         source = TokenSource(config.vocab_size)
         self._factory = RequestFactory(engine_index, config, source)
-        self._scheduler: Scheduler | SimulatedScheduler = (
+        self._scheduler: UnlimitedScheduler | SimulatedScheduler = (
             simulated_scheduler(config, source, fast_path=fast_path)
             if config.is_scheduled
-            else Scheduler(config, source, client_count, fast_path=fast_path)
+            else UnlimitedScheduler(config, source, client_count, fast_path=fast_path)
         )
         self._control = EngineControl(config)
         self._template = MessageTemplate(engine_index, self._control.weight_version)

@@ -1,6 +1,6 @@
-"""`SimulatedScheduler`: requests run as vLLM's scheduler lets them, and take the time that is asked for.
+"""`SimulatedScheduler` runs requests as vLLM's scheduler lets them; they take the time that is asked for.
 
-It stands in the place of `scheduler.Scheduler`, in which all requests run at once. Who computes how
+It stands in the place of `UnlimitedScheduler`, in which all requests run at once. Who computes how
 much in a step is decided in ``scheduling.py``; here rows are made of that.
 """
 
@@ -26,10 +26,10 @@ from trio_vllm.mock.kv_events import KvCacheEvent
 from trio_vllm.mock.plain_batch import PlainMember, RowMaker
 from trio_vllm.mock.request import Request
 from trio_vllm.mock.scheduled_request import RequestStatus, ScheduledRequest
-from trio_vllm.mock.scheduler import MAX_LAG, Counts, Paused
 from trio_vllm.mock.scheduling import RowExtras, Scheduler, SchedulerConfig, Step
 from trio_vllm.mock.times import RequestTimes, StepTimes
 from trio_vllm.mock.token_rows import Layout, TokenRows
+from trio_vllm.mock.unlimited import MAX_LAG, Counts, Paused
 from trio_vllm.protocol import EventType, PrefillStats, SchedulerStats
 
 

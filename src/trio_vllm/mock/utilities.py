@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import attrs
 
 from trio_vllm.mock.config import MockEngineConfig
-from trio_vllm.mock.scheduler import Counts
+from trio_vllm.mock.unlimited import Counts
 from trio_vllm.protocol import UtilityOutput, UtilityRequest
 
 PAUSE_MODES = ("abort", "wait", "keep")

@@ -1,4 +1,4 @@
-"""`Scheduler`: the unfinished requests of an engine, and its steps; `StepClock`: when these are due."""
+"""`UnlimitedScheduler` runs all requests of an engine at once; `StepClock` says when its steps are due."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StepClock:
         self._next = max(self._next, now - MAX_LAG) + self.interval
 
 
-class Scheduler:
+class UnlimitedScheduler:
     """All unfinished requests: waiting, on the fast path, or on the plain path.
 
     There is no limit to how many run at once. They wait for the next step, for a pause to end, or,
