@@ -45,10 +45,11 @@ from trio_vllm.transport.zmq_socket import ZmqSocket
 
 T = TypeVar("T")
 
-OUTPUT_BYTES = 1 << 17
-"""Bytes of outputs, if their number is bounded, that may wait for a client in ØMQ, and as many in the
-operating system, which would take megabytes. A client takes seconds for those, and what is new comes
-behind them."""
+OUTPUT_BYTES = 1 << 19
+"""Bytes of outputs, if their number is bounded, that may wait for a client in ØMQ. A client may take
+milliseconds for a few kilobytes, and what is new comes behind them; fewer would cost speed."""
+BUFFERED_BYTES = 1 << 17
+"""Bytes of them that may wait in the operating system, which would take megabytes."""
 
 DESCRIPTORS_PER_ENGINE = 2 * (PER_SOCKET + 1)
 """File descriptors of an engine that has joined a frontend of one client: two connections, and the
@@ -198,10 +199,10 @@ class _Joining:
             SocketType.PUSH,
             linger=self._lingers.outputs,
             send_high_water_mark=high_water_mark,
-            send_budget=OUTPUT_BYTES,
+            send_budget=OUTPUT_BYTES if high_water_mark else None,
         )
         if high_water_mark:
-            socket.set_options({zmq.SNDBUF: OUTPUT_BYTES})
+            socket.set_options({zmq.SNDBUF: BUFFERED_BYTES})
         return socket, self._connect(socket, address)
 
     def _connect(self, socket: ZmqSocket, address: str) -> OutgoingConnection:

@@ -101,7 +101,7 @@ class ZmqContext:
         identity: bytes = b"",
         linger: float = 0.0,
         send_high_water_mark: int = 0,
-        send_budget: int = SendBudget.DEFAULT,
+        send_budget: int | None = None,
     ) -> ZmqSocket:
         """Make a socket, to be bound or connected.
 
@@ -113,8 +113,7 @@ class ZmqContext:
           linger: Seconds from closing in which messages under way may still get out.
           send_high_water_mark: How many messages a peer may be behind before sending waits; 0 is any
             number.
-          send_budget: How many bytes of large messages a peer may be behind, if their number is
-            bounded.
+          send_budget: About how many bytes the only peer may be behind; None is any number.
 
         Raises:
           ConfigurationError: There is no descriptor left, or an option has an impossible value.
@@ -132,7 +131,7 @@ class ZmqContext:
         if identity:
             options[zmq.IDENTITY] = identity
         self._longest_linger = max(self._longest_linger, linger)
-        budget = SendBudget(send_budget) if send_high_water_mark > 0 else None
+        budget = None if send_budget is None else SendBudget(send_budget)
         return self._make(socket_type, options, budget)
 
     def open_monitor(self, watched: ZmqSocket) -> PeerMonitor:

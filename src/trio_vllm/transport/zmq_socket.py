@@ -17,7 +17,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import attrs
 import trio
@@ -28,38 +28,58 @@ from trio_vllm.protocol import Buffer, Frames
 from trio_vllm.transport.address import SocketFile, check_listener, parse_endpoint, prepare_path
 from trio_vllm.transport.channels import Received
 
-POLL_INTERVAL = 0.005
-"""Seconds between two checks for room: ØMQ gives lent memory back without waking any task."""
+POLL_INTERVALS = (0.0005, 0.005)
+"""Seconds between two checks for room, the first one and the longest: ØMQ gives lent memory back without
+waking any task. A peer that keeps up has taken a budget in less than the first."""
 
 Lent = tuple[zmq.MessageTracker, int]
 
 
 @attrs.define
 class SendBudget:
-    """The bytes of large messages that wait for the peers of one socket.
+    """The bytes of messages that wait for the peer of one socket.
 
     ØMQ bounds what waits by the number of messages, whatever their size, and does not report when
-    one of them is out. But the memory of a large one is lent to it, and it gives that back.
+    one of them is out. But memory that is lent to it, it gives back. To lend costs twenty times as much
+    as to copy some kilobytes, so only one message in half a budget is lent: when it is out, all that
+    were sent before are.
     """
-
-    DEFAULT: ClassVar = 64 * 1024 * 1024
 
     _limit: int
     """In bytes; the message that goes beyond is still taken."""
     _lent: deque[Lent] = attrs.field(factory=deque, init=False)
     _size: int = attrs.field(default=0, init=False)
+    _copied: int = attrs.field(default=0, init=False)
+    """Bytes since the last message that was lent."""
 
     @property
     def is_full(self) -> bool:
-        """Whether no more should be lent."""
+        """Whether no more should be sent."""
+        if self._size < self._limit:
+            return False
         while self._lent and self._lent[0][0].done:
             self._size -= self._lent.popleft()[1]
         return self._size >= self._limit
 
-    def add(self, tracker: zmq.MessageTracker, size: int) -> None:
-        """A message of this size waits until its tracker is done."""
-        self._lent.append((tracker, size))
+    def may_copy(self, size: int) -> bool:
+        """Whether a message of this size may be sent as it is, and none has to be lent now."""
+        return size < BUDGETED_SIZE or (
+            size < ZERO_COPY_SIZE
+            and self._size < self._limit
+            and self._copied + size < self._limit // 2
+        )
+
+    def add_copied(self, size: int) -> None:
+        """Count a message that was copied."""
+        if size >= BUDGETED_SIZE:
+            self._copied += size
+            self._size += size
+
+    def add_lent(self, tracker: zmq.MessageTracker, size: int) -> None:
+        """Count a message; it and those before are out when its tracker is done."""
+        self._lent.append((tracker, self._copied + size))
         self._size += size
+        self._copied = 0
 
 
 def track(frame: Buffer) -> tuple[zmq.Frame, zmq.MessageTracker]:
@@ -88,8 +108,7 @@ ZERO_COPY_SIZE = 64 * 1024
 """From here on lending the memory is cheaper than copying it (8 MiB: 10 µs against 3 ms)."""
 
 BUDGETED_SIZE = 2048
-"""From here on messages count in a `SendBudget`. Of smaller ones a thousand are no burden, and to lend
-each would cost more than to send it."""
+"""From here on messages count in a `SendBudget`. Of smaller ones a thousand are no burden."""
 
 
 class ConnectionLabels(Protocol):
@@ -113,7 +132,6 @@ class ZmqSocket:
     def __init__(self, raw: zmq.Socket[bytes], budget: SendBudget | None = None) -> None:
         self._raw = raw
         self._budget = budget
-        self._copied_size = ZERO_COPY_SIZE if budget is None else BUDGETED_SIZE
         self._descriptor: int = raw.FD
         self._labels: ConnectionLabels | None = None
         self._file: SocketFile | None = None
@@ -270,12 +288,14 @@ class ZmqSocket:
         """Queue one message like `send`; `trio.WouldBlock` if the high-water mark is reached."""
         if len(frames) == 1 and not self._waiting:  # most of all messages, for half the price
             frame = frames[0]
-            if type(frame) is bytes and len(frame) < self._copied_size:
+            if type(frame) is bytes and self._may_copy(len(frame)):
                 try:
                     self._raw.send(frame, DONT_WAIT)
                 except zmq.ZMQError:
                     pass  # the long way does what there is to do
                 else:
+                    if self._budget is not None:
+                        self._budget.add_copied(len(frame))
                     return
         if not self._put(frames):
             raise trio.WouldBlock
@@ -288,14 +308,16 @@ class ZmqSocket:
         if result := attempt():
             await trio.lowlevel.cancel_shielded_checkpoint()
             return result
+        interval, longest = POLL_INTERVALS
         while not result:
-            await self._wait(event)
+            await self._wait(event, interval)
+            interval = min(interval * 2, longest)
             result = attempt()
         return result
 
-    async def _wait(self, event: int) -> None:
+    async def _wait(self, event: int, poll_interval: float) -> None:
         """Wait until ``event`` may have become possible. Returns for nothing at times."""
-        with trio.move_on_after(self._patience(event)) as scope:
+        with trio.move_on_after(self._patience(event, poll_interval)) as scope:
             self._waiting[event] = scope
             try:
                 if self._descriptor_is_watched:
@@ -305,9 +327,9 @@ class ZmqSocket:
             finally:
                 del self._waiting[event]
 
-    def _patience(self, event: int) -> float:
+    def _patience(self, event: int, poll_interval: float) -> float:
         is_full = self._budget is not None and event == SENDABLE and self._budget.is_full
-        return POLL_INTERVAL if is_full else math.inf
+        return poll_interval if is_full else math.inf
 
     async def _watch_descriptor(self) -> None:
         self._descriptor_is_watched = True
@@ -352,25 +374,31 @@ class ZmqSocket:
         self._notify()
         return batch if labels is None or not batch else _label(batch, labels)
 
+    def _may_copy(self, size: int) -> bool:
+        return size < ZERO_COPY_SIZE if self._budget is None else self._budget.may_copy(size)
+
     @trio.lowlevel.enable_ki_protection
     def _put(self, frames: Frames) -> bool:
         """Hand over one message; False if ØMQ does not take it now."""
         _check_frames(frames)
-        if self._budget is not None:
-            size = sum(memoryview(frame).nbytes for frame in frames)
-            if size >= BUDGETED_SIZE:
-                return self._put_large(frames, size, self._budget)
         *head, last = frames
-        return self._hand_over(head, last)
+        if (budget := self._budget) is None:
+            return self._hand_over(head, last)
+        size = sum(memoryview(frame).nbytes for frame in frames)
+        if not budget.may_copy(size):
+            return self._put_lent(head, last, size, budget)
+        accepted = self._hand_over(head, last)
+        if accepted:
+            budget.add_copied(size)
+        return accepted
 
-    def _put_large(self, frames: Frames, size: int, budget: SendBudget) -> bool:
+    def _put_lent(self, head: Frames, last: Buffer, size: int, budget: SendBudget) -> bool:
         if budget.is_full:
             return False
-        *head, last = frames
         lent, tracker = track(last)  # the others are out before it
         accepted = self._hand_over(head, lent)
         if accepted:
-            budget.add(tracker, size)
+            budget.add_lent(tracker, size)
         return accepted
 
     def _hand_over(self, head: Frames, last: Buffer | zmq.Frame) -> bool:
