@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import attrs
@@ -298,18 +299,26 @@ _PREFILL = bytes((0x80 | len(_PREFILL_FIELDS),)) + b"".join(
 
 def row(id_and_tokens: bytes, request: Request, *, final: bool) -> bytes:
     """A row with the request's events, with its end, or with both, besides its tokens."""
-    prefill = None
-    if not request.is_prefilled:  # then there are events: it was queued
-        count = request.prompt_len
-        prefill = PrefillStats(num_prompt_tokens=count, num_computed_tokens=count)
+    # A request that is not prefilled has events: it was queued.
+    prefill = None if request.is_prefilled else _computed_prompt(request.prompt_len)
     return row_with(id_and_tokens, request, request.events or (), prefill, final=final)
+
+
+@lru_cache(maxsize=1024)
+def _computed_prompt(count: int) -> bytes:
+    return pack_prefill_stats(PrefillStats(num_prompt_tokens=count, num_computed_tokens=count))
+
+
+def pack_prefill_stats(stats: PrefillStats) -> bytes:
+    """The statistics of a prefill, as a row has them."""
+    return _PREFILL % tuple(pack_u32(getattr(stats, name)) for name in _PREFILL_FIELDS)
 
 
 def row_with(
     id_and_tokens: bytes,
     request: Request,
     events: Sequence[tuple[EventType, float]],
-    prefill: PrefillStats | None,
+    prefill_stats: bytes | None,
     *,
     final: bool,
 ) -> bytes:
@@ -321,12 +330,11 @@ def row_with(
         _pack_end(request.finish_reason, request.stop_reason) if final else _NO_END,
     ]
     length = _EVENTS
-    if events or prefill is not None:
+    if events or prefill_stats is not None:
         parts.append(_pack_events(events))
         length = _EVENTS + 1
-    if prefill is not None:
-        numbers = tuple(pack_u32(getattr(prefill, name)) for name in _PREFILL_FIELDS)
-        parts += (_NO_TRANSFERS, _PREFILL % numbers)
+    if prefill_stats is not None:
+        parts += (_NO_TRANSFERS, prefill_stats)
         length = _PREFILL_STATS + 1
     parts[0] = pack_array_header(length)
     return b"".join(parts)

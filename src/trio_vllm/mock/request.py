@@ -196,6 +196,8 @@ class RequestFactory:
         if params.trace_decode_token_ids:  # is replayed whatever else would end it
             return _End(min(limit, emitted + len(params.trace_decode_token_ids)))
         eos = params.eos_token_id if config.stop_at_eos else None
+        if eos is None and not params.stop_token_ids:
+            return _End(limit)
         stops = {*(params.stop_token_ids or ()), *(() if eos is None else (eos,))}
         stops = {token for token in stops if token < config.vocab_size}
         found = stops and self._first_of(stops, key, emitted + params.min_tokens, limit)
@@ -263,7 +265,9 @@ def _scheduled(wire: EngineCoreRequest, prompt_len: int) -> ScheduledRequest:
 
 def _is_prefilled_elsewhere(wire: EngineCoreRequest) -> bool:
     params = wire.sampling_params
-    given = (params.extra_args or {}).get("kv_transfer_params") if params is not None else None
+    if params is None or not params.extra_args:
+        return False
+    given = params.extra_args.get("kv_transfer_params")
     return isinstance(given, Mapping) and bool(given.get("do_remote_prefill"))
 
 

@@ -18,6 +18,7 @@ from trio_vllm.mock.encoding import (
     MessageTemplate,
     Outgoing,
     SchedulerStatsEncoder,
+    pack_prefill_stats,
     row_with,
 )
 from trio_vllm.mock.fast_batch import MAX_ROW_LENGTH
@@ -310,9 +311,10 @@ class SimulatedScheduler:
             if place > done:
                 builder.add(data[edges[done] : start], place - done)
             events, prefill = _told(extras.get(member.scheduled))
+            stats = None if prefill is None else pack_prefill_stats(prefill)
             is_last = place in last
             builder.add(
-                row_with(data[start + 1 : end], member.request, events, prefill, final=is_last)
+                row_with(data[start + 1 : end], member.request, events, stats, final=is_last)
             )
             if is_last:
                 builder.finished.append(member.request.request_id)
