@@ -235,9 +235,7 @@ class Llm:
         Cancellation:
           Aborts the request.
         """
-        ids, children = self._to_engine_requests(request)
-        await self._prepare(children)
-        generation = self._start(ids, children, FINAL_ONLY)
+        generation = await self._begin(request, FINAL_ONLY)
         try:
             await generation.wait_ended()
             return GenerateOutput(
@@ -256,12 +254,10 @@ class Llm:
         Leaving the block early, for whatever reason, aborts the request. Entering raises what
         `generate` raises before anything was sent, iterating the rest.
         """
-        ids, children = self._to_engine_requests(request)
-        await self._prepare(children)
         interval = self._stream_interval
         if type(asked := request.sampling_params.stream_interval) is int:  # or it is refused
             interval = max(interval, asked)
-        generation = self._start(ids, children, interval)
+        generation = await self._begin(request, interval)
         try:
             yield GenerateStream(generation, self.client.driver.drop)
         finally:
@@ -273,10 +269,7 @@ class Llm:
         A task that the model does not support is refused. If the engines have not said what it
         supports as the client was opened, they are asked again now.
         """
-        ids = self._make_ids(request)
-        children = [to_pooling_request(request, ids)]
-        await self._prepare(children)
-        generation = self._start(ids, children, FINAL_ONLY)
+        generation = await self._begin(request, FINAL_ONLY)
         try:
             await generation.wait_ended()
             (collector,) = generation.collectors
@@ -352,21 +345,28 @@ class Llm:
         )
 
     def _to_engine_requests(
-        self, request: GenerateRequest
-    ) -> tuple[RequestIds, list[EngineCoreRequest]]:
-        ids = self._make_ids(request)
-        return ids, to_engine_requests(request, ids, self.client.max_model_len)
+        self, request: GenerateRequest | EncodeRequest, ids: RequestIds
+    ) -> list[EngineCoreRequest]:
+        if isinstance(request, EncodeRequest):
+            return [to_pooling_request(request, ids)]
+        return to_engine_requests(request, ids, self.client.max_model_len)
 
-    async def _prepare(self, children: Sequence[EngineCoreRequest]) -> None:  # noqa: ASYNC910
-        """Find out what they depend on, which is the same for all of them."""
-        # It costs no task switch when there is nothing to find out.
+    # What is sent is kept by the client for as long as it may have to send it again. The caller's
+    # frame, which lives as long as the request, must not keep it.
+    async def _begin(  # noqa: ASYNC910
+        self, request: GenerateRequest | EncodeRequest, interval: int
+    ) -> Generation:
+        """Find out what the request depends on, and send the engine requests, all or none."""
+        ids = self._make_ids(request)
+        children = self._to_engine_requests(request, ids)
+        # It is the same for all of them, and costs no task switch when there is nothing to find out.
         if self.client.driver.lacks_facts(children[0]):
             await self.client.driver.prepare(children[0])
+        return self._start(ids, children, interval)
 
     def _start(
         self, ids: RequestIds, children: list[EngineCoreRequest], interval: int
     ) -> Generation:
-        """Send the engine requests, all or none."""
         waker = Waker()
         collectors = [
             self._collector(child, index, waker, interval) for index, child in enumerate(children)
