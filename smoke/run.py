@@ -40,6 +40,7 @@ WINDOW = (REFERENCE_VERSION, BUILT_VERSION)
 PEER_CHECKS = {
     "wire_types": WINDOW,  # every message, read and written by the types of either version
     "utilities": WINDOW,  # the methods differ
+    "refusals": WINDOW,  # what kills an engine differs
     "llm_smoke": REFERENCE,
     "llm_smoke_spawn": REFERENCE,
     "llm": REFERENCE,

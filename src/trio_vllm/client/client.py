@@ -227,6 +227,7 @@ async def open_client(
     client_index: int = 0,
     vocab_size: int | None = None,
     hidden_size: int | None = None,
+    embedding_size: int | None = None,
     is_multimodal: bool = False,
     accepts_prompt_embeds: bool = False,
     structured_outputs_backend: str = "xgrammar",
@@ -245,6 +246,9 @@ async def open_client(
         tell its size; unless it is stated here, it is found out by a request for one token before
         the first request that depends on it.
       hidden_size: Width of the model's embeddings. Prompts of embeddings are refused without it.
+      embedding_size: Width of the vectors that the model pools a prompt to, ``hidden_size`` unless
+        it is stated. An answer of another width is an error of its request, and so is one that has
+        not the ``dimensions`` that were asked for.
       is_multimodal: Whether the model takes more than text. Otherwise ``mm_features`` are refused,
         for which such an engine would wait for ever.
       accepts_prompt_embeds: Whether the engines run with ``--enable-prompt-embeds``; others ignore
@@ -285,6 +289,7 @@ async def open_client(
             stall_time=stall_time,
             vocab_size=vocab_size,
             hidden_size=hidden_size,
+            embedding_size=embedding_size,
             is_multimodal=is_multimodal,
             accepts_prompt_embeds=accepts_prompt_embeds,
         ) as client,

@@ -37,6 +37,7 @@ from typing import Any
 
 import attrs
 
+from trio_vllm.client.answers import answer_checks
 from trio_vllm.client.engines import (
     CONNECTION_LOST,
     REPORTED_DEATH,
@@ -52,7 +53,7 @@ from trio_vllm.client.engines import (
 )
 from trio_vllm.client.facts import EngineFacts, callers_id
 from trio_vllm.client.input_processing import fill_defaults, validate_and_encode
-from trio_vllm.client.requests import Sink, check_rows
+from trio_vllm.client.requests import Sink, check_answer
 from trio_vllm.client.utility_calls import (
     UtilityCall,
     UtilityCallTable,
@@ -251,6 +252,7 @@ class FrontendCore:
         if engine is None:
             alive = self._engines.alive
             engine = alive[0] if len(alive) == 1 else self._load_balancer.choose(alive)
+        sink.answer_checks = answer_checks(request, self.facts.limits)
         self._queue_request(engine, sink, frames, is_movable=fixed is None)
         self._note_submitted(engine, request, sink)
         if self._waves is not None:
@@ -571,7 +573,6 @@ class FrontendCore:
             return
         try:
             output = batch.decode_row(row)
-            check_rows(output, engine.index)
         except DecodeError as error:
             if request_id is None:
                 raise  # it may have been a part of any request
@@ -581,6 +582,7 @@ class FrontendCore:
         if output.finished:
             self._note_finished(engine, output)
         try:
+            check_answer(sink, output)
             sink.add_output(output, batch.timestamp, batch.weight_version)
         except DecodeError as error:
             self.drop(sink)
