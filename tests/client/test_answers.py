@@ -174,6 +174,12 @@ GOOD: dict[str, tuple[dict[str, Any], Outputs]] = {
         sampling(logprob_token_ids=[4]),
         [([7], {"new_logprobs": padded([7], 2), "finish_reason": STOP})],
     ),
+    "the token alone, beside a request that named others": (
+        sampling(logprobs=0), [([7], {"new_logprobs": padded([7], 3), "finish_reason": STOP})],
+    ),
+    "no ids that were named": (
+        sampling(logprob_token_ids=[]), [([7], {"finish_reason": STOP})],
+    ),
     "the token alone": (
         sampling(logprobs=0), [([7], {"new_logprobs": make_logprobs([7], 1), "finish_reason": STOP})],
     ),

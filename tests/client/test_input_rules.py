@@ -122,8 +122,8 @@ RULES = [
     # Structured outputs
     Rule("the backend of the server", STRUCTURES, "rewrites",
          f"{DEFAULTS}::test_structured_outputs_get_a_backend"),
-    Rule("no other backend per request", STRUCTURES, "refuses, once it is known",
-         f"{STRUCTURED}::test_one_backend_for_the_whole_life_of_an_engine"),
+    Rule("no other backend per request", STRUCTURES, "refuses what the engines do not have already",
+         "client/test_facts.py::test_an_engine_keeps_its_first_backend"),
     Rule("choices: some", STRUCTURES, "codec", f"{STRUCTURED}::test_choices_that_are_none_are_refused_as_they_are"),
     Rule("blank json, grammar, structural_tag", STRUCTURES, "refuses",
          f"{VALIDATION}::test_structured_output_is_refused"),

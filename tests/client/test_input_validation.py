@@ -431,11 +431,6 @@ UNSUPPORTED = [
         attrs.evolve(BARE, has_reasoning_parser=False),
     ),
     (
-        "sampling_params.structured_outputs.backend",
-        request(sampling_params=SamplingParams(structured_outputs=structured(regex="a"))),
-        attrs.evolve(BARE, structured_outputs_backend="guidance"),
-    ),
-    (
         "pooling_params.dimensions",
         pooling(task="embed", dimensions=2),
         attrs.evolve(BARE, is_matryoshka=False),

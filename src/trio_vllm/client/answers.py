@@ -45,7 +45,7 @@ def answer_checks(request: EngineCoreRequest, limits: RequestLimits) -> Sequence
         pooling = request.pooling_params
         return () if pooling is None else (PooledCheck.of(pooling, limits),)
     checks: list[AnswerCheck] = []
-    if params.logprobs is not None or params.logprob_token_ids is not None:
+    if params.logprobs is not None or params.logprob_token_ids:  # an engine takes no ids for none
         checks.append(LogprobsCheck.of(params, limits))
     if params.prompt_logprobs is not None:
         checks.append(PromptLogprobsCheck.of(request, params.prompt_logprobs, limits))
@@ -74,7 +74,7 @@ class LogprobsCheck:
 
     columns: int
     is_ranked: bool
-    """Whether the columns after the first are the most probable tokens."""
+    """Whether there are columns after the first, of the most probable tokens."""
 
     @classmethod
     def of(cls, params: EngineCoreSamplingParams, limits: RequestLimits) -> LogprobsCheck:
@@ -82,7 +82,7 @@ class LogprobsCheck:
         columns = logprob_columns(
             params.logprobs, params.logprob_token_ids, vocab_size=limits.vocab_size
         )
-        return cls(columns or 1, params.logprob_token_ids is None)
+        return cls(columns or 1, params.logprobs != 0 and not params.logprob_token_ids)
 
     def check(self, output: EngineCoreOutput) -> None:
         """Check the sample log probabilities of an output."""

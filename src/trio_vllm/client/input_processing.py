@@ -276,8 +276,6 @@ class RequestLimits:
     embedding_size: int | None = None
     is_matryoshka: bool | None = None
     """Whether embeddings may be cut to fewer ``dimensions``."""
-    structured_outputs_backend: str | None = None
-    """The one that the engines were given by their first such request; 0.32 ignores any other."""
     late_interaction_queries: Collection[str] | None = None
     """Keys of queries that documents can be scored against: sent, and not used up."""
 
@@ -582,7 +580,7 @@ def _check_sampling(params: EngineCoreSamplingParams, length: int, limits: Reque
         if params.prompt_logprob_token_ids is not None or params.prompt_logprob_start is not None:
             _check_prompt_logprob_token_ids(params, length)
         if params.structured_outputs is not None:
-            _check_structured_outputs(params.structured_outputs, limits)
+            _check_structured_outputs(params.structured_outputs)
         if params.trace_decode_token_ids is not None:
             _check_trace(params, limits)
         _check_what_is_known(params, limits)
@@ -640,9 +638,9 @@ def _check_prompt_logprob_token_ids(params: EngineCoreSamplingParams, length: in
         raise invalid("skip_reading_prefix_cache", reason)
 
 
-def _check_structured_outputs(params: StructuredOutputsParams, limits: RequestLimits) -> None:
+def _check_structured_outputs(params: StructuredOutputsParams) -> None:
     try:
-        structured_outputs.check(params, limits.structured_outputs_backend)
+        structured_outputs.check(params)
     except CodecError as error:
         raise error.add_path(".structured_outputs") from None
 
