@@ -83,6 +83,8 @@ def fill_defaults(
         changes |= _as_lists(request, ("prompt_token_ids",))
     params = request.sampling_params
     if isinstance(params, EngineCoreSamplingParams):
+        if _has_nothing_to_fill(params):
+            return attrs.evolve(request, **changes) if changes else request
         filled = _sampling_changes(params, structured_outputs_backend)
         if params.trace_decode_token_ids is not None:
             room = None if max_model_len is None else max_model_len - _prompt_length(request)
@@ -119,6 +121,27 @@ def _prompt_length(request: EngineCoreRequest) -> int:
             return len(positions)
     embeds = request.prompt_embeds
     return embeds.shape[0] if isinstance(embeds, Tensor) and embeds.shape else 0
+
+
+_NO_IDS = attrs.fields(EngineCoreSamplingParams).all_stop_token_ids.default
+
+
+def _has_nothing_to_fill(params: EngineCoreSamplingParams) -> bool:
+    """Whether none of the fields is set that `_sampling_changes` looks at, as in most requests."""
+    # One after the other, not by a list of names: that would cost a fifth of what the request costs.
+    return (
+        params.seed is None
+        and params.eos_token_id is None
+        and params.stop_token_ids is None
+        and params.structured_outputs is None
+        and params.logit_bias is None
+        and params.allowed_token_ids is None
+        and params.logprob_token_ids is None
+        and params.all_stop_token_ids is _NO_IDS
+        and params.prompt_logprob_token_ids is None
+        and params.thinking_token_budget is None
+        and params.trace_decode_token_ids is None
+    )
 
 
 def _sampling_changes(params: EngineCoreSamplingParams, backend: str) -> dict[str, Any]:
@@ -480,11 +503,13 @@ def _check_engine(request: EngineCoreRequest, limits: RequestLimits) -> None:
             _check_pooling(request.pooling_params, limits)
         except CodecError as error:
             raise error.add_path(".pooling_params") from None
-    elif limits.supported_tasks is not None and not _GENERATION_TASKS & {*limits.supported_tasks}:
+    elif limits.supported_tasks is not None and _GENERATION_TASKS.isdisjoint(
+        limits.supported_tasks
+    ):
         raise unsupported("sampling_params", "is set, but the model only pools")
 
 
-_GENERATION_TASKS = {"generate", "transcription", "realtime"}
+_GENERATION_TASKS = frozenset({"generate", "transcription", "realtime"})
 
 
 def _check_width(embeds: Tensor, limits: RequestLimits) -> None:
@@ -604,7 +629,7 @@ def _check_what_is_known(params: EngineCoreSamplingParams, limits: RequestLimits
         raise unsupported("thinking_token_budget", "needs engines with --reasoning-parser")
     if limits.max_logprobs is not None:
         _check_max_logprobs(params, limits.max_logprobs, limits.vocab_size)
-    if limits.vocab_size is not None:
+    if limits.vocab_size is not None and _names_tokens(params):
         _check_vocabulary(params, limits.vocab_size)
 
 
@@ -685,6 +710,23 @@ def _check_max_logprobs(
 # The vocabulary ---------------------------------------------------------------------------------
 
 
+def _names_tokens(params: EngineCoreSamplingParams) -> bool:
+    """Whether any field is set that depends on the vocabulary."""
+    return not (
+        params.eos_token_id is None
+        and params.logprobs is None
+        and params.stop_token_ids is None
+        and params.prompt_logprobs is None
+        and params.logit_bias is None
+        and params.allowed_token_ids is None
+        and params.bad_words_token_ids is None
+        and params.logprob_token_ids is None
+        and params.all_stop_token_ids is _NO_IDS
+        and params.prompt_logprob_token_ids is None
+        and params.trace_decode_token_ids is None
+    )
+
+
 def _check_vocabulary(params: EngineCoreSamplingParams, vocab_size: int) -> None:
     """Token ids are indices into the logits, and so many log probabilities are there to report."""
     for name in (*TOKEN_ID_FIELDS, "logit_bias"):
@@ -718,7 +760,7 @@ def needs_vocab_size(request: EngineCoreRequest) -> bool:
     A prompt's ids do too, but nearly every prompt would: they are checked if the size is known.
     """
     params = request.sampling_params
-    if not isinstance(params, EngineCoreSamplingParams):
+    if not isinstance(params, EngineCoreSamplingParams) or not _names_tokens(params):
         return False
     names = (*TOKEN_ID_FIELDS, "logit_bias", "bad_words_token_ids", "prompt_logprob_token_ids")
     counts = (params.logprobs, params.prompt_logprobs, params.eos_token_id)
