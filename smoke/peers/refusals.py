@@ -6,6 +6,7 @@ answered as it was asked, and the engines must be alive afterwards.
 
 import json
 import tempfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ NOT_ENFORCED: tuple[dict[str, Any], ...] = (
     {"type": "array", "contains": {"type": "integer"}},
     {"type": "string", "format": "nonsense"},
     {"type": "string", "pattern": "a+", "minLength": 3},
-    {"type": "object", "propertyNames": {"pattern": "a"}},
+    {"type": "object", "propertyNames": {"pattern": "a"}, "properties": {"a": {}}},
     {"type": "object", "patternProperties": {"^a": {"type": "string"}, "^b": {"type": "integer"}}},
     {"allOf": [{"type": "string"}, {"enum": ["a"]}]},
     {"type": "object", "properties": {"a": {"type": "number", "multipleOf": 2}}},
@@ -286,7 +287,6 @@ async def sessions(llm: Llm) -> None:
         )
 
     await tokens_of(llm, chunk([1, 2, 3], resumable=True))
-    engine = llm.client.driver.core.statistics()
     async with trio.open_nursery() as nursery:
         for rank in (0, 1):
             nursery.start_soon(answer, llm, ask(rank=rank, max_tokens=200))
@@ -295,7 +295,6 @@ async def sessions(llm: Llm) -> None:
             got = await tokens_of(llm, chunk(prompt, resumable=True))
             expect("tokens of a chunk", len(got), 3)
     expect("tokens of the end of a session", await tokens_of(llm, chunk([7])), [])
-    expect("tables", llm.client.driver.core.statistics().utility_calls, engine.utility_calls)
     got = await tokens_of(llm, chunk([8], abort_immediately=True))
     expect("tokens of a request that is aborted as it comes", got, [])
     ok("a session of three chunks")
@@ -385,11 +384,9 @@ async def constraints(llm: Llm) -> None:
 
 async def balance(llm: Llm) -> None:
     """What was aborted counts no more, though the engine's statistics may still have it."""
-    engines = []
     for _ in range(20):
         async with llm.client.call(plain_request("aborted")) as outputs:
             await anext(outputs)
-            engines.append(outputs.engine_index)
     await trio.sleep(0.5)
     async with trio.open_nursery() as nursery:
         got: list[int] = []
@@ -473,7 +470,7 @@ async def score(llm: Llm, key: str) -> None:
         query = await llm.encode(scored("cache_query", key))
         documents = [await llm.encode(scored("score_doc", key)) for _ in range(3)]
     engines = {output.completion.engine_index for output in (query, *documents)}
-    expect("engines of a query and its documents", len(engines), 1)
+    expect("engines of a query and its documents", engines, {zlib.crc32(key.encode()) % 2})
     scores = [float(output.data) for output in documents if output.data is not None]
     expect("scores", [round(value, 4) for value in scores], [round(scores[0], 4)] * 3)
     expect("a score of a document that is the query", scores[0] > 0, True)

@@ -9,8 +9,10 @@ import trio
 from tests.client.cores import Network, RecordingSink
 from tests.client.pair import open_pair
 from tests.client.scripted import Failure, scripted_engines
-from tests.client.world import World, make_request, open_world
+from tests.client.world import World, hand_driven, make_request, open_world
+from trio.testing import wait_all_tasks_blocked
 
+from trio_vllm import open_llm
 from trio_vllm.client import EngineCoreClient, OutputStream
 from trio_vllm.errors import AdapterError, InvalidFieldError, UnsupportedFieldError
 from trio_vllm.mock import MockEngineConfig
@@ -88,6 +90,32 @@ async def test_adapter_that_does_not_load_is_the_error_of_its_request() -> None:
         client.driver.core.facts.learn(supports_lora=True)
         with pytest.raises(AdapterError, match="no such file"):
             await call(client, adapted())
+
+
+STATED: dict[str, Any] = {
+    "vocab_size": 5,
+    "hidden_size": 6,
+    "embedding_size": 7,
+    "is_multimodal": True,
+    "accepts_prompt_embeds": True,
+    "model_runner_v2": False,
+}
+
+
+async def test_what_the_caller_states_is_known() -> None:
+    source = hand_driven()
+
+    async def answer() -> None:
+        await wait_all_tasks_blocked()
+        (engine,) = source.engines
+        await engine.answer(engine.call().call_id, ["generate"])
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(answer)
+        async with open_llm(source, **STATED) as llm:
+            limits = llm.client.driver.core.facts.limits
+
+    assert {name: getattr(limits, name) for name in STATED} == STATED
 
 
 # Structured outputs --------------------------------------------------------------------------------

@@ -197,6 +197,7 @@ RULES = [
          f"{DEFAULTS}::test_trace_is_cut_at_the_end_of_the_context"),
     Rule("chunks: no pooling, no embeddings", "AsyncLLM._validate_streaming_input_sampling_params",
          "refuses", REQUEST),
+    Rule("as many ids, biases and words as tables have room", "v1/worker/gpu/sample", "refuses unless stated", UNSUPPORTED),
     Rule("children have seeds of their own", "ParentRequest", "rewrites, in Llm",
          "llm/test_completions.py::test_children_are_named_and_seeded_as_upstream_does"),
     # PoolingParams

@@ -230,6 +230,7 @@ async def open_client(
     embedding_size: int | None = None,
     is_multimodal: bool = False,
     accepts_prompt_embeds: bool = False,
+    model_runner_v2: bool = True,
     structured_outputs_backend: str = "xgrammar",
     load_balancer: LoadBalancer | None = None,
     learning_timeout: float = 5.0,
@@ -253,7 +254,12 @@ async def open_client(
         for which such an engine would wait for ever.
       accepts_prompt_embeds: Whether the engines run with ``--enable-prompt-embeds``; others ignore
         embeddings without a word, so they are refused.
-      structured_outputs_backend: For requests that name none.
+      model_runner_v2: Whether an engine may run vLLM's second model runner, as it does on GPUs. That
+        one dies of more than 1,024 ``allowed_token_ids``, and the like, so these are refused.
+      structured_outputs_backend: For requests that name none. An engine keeps the backend of its
+        first constrained request, so another one is refused once no engine can have it. That is why
+        this is not ``"auto"``, as upstream's is: one schema that xgrammar cannot do would have every
+        later request of that engine refused, if it happened to be the first.
       load_balancer: Chooses the engine of a request that is not pinned; `LeastLoaded` if None.
       learning_timeout: Seconds that engines which have just started may take to say what the model
         supports. One that pools dies of a request to generate and the other way round, so they are
@@ -292,6 +298,7 @@ async def open_client(
             embedding_size=embedding_size,
             is_multimodal=is_multimodal,
             accepts_prompt_embeds=accepts_prompt_embeds,
+            model_runner_v2=model_runner_v2,
         ) as client,
     ):
         try:

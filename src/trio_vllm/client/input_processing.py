@@ -290,6 +290,9 @@ class RequestLimits:
     """Width of the model's embeddings; an engine dies of any other."""
     is_multimodal: bool = False
     """Whether the model has encoders; others never schedule a request that needs one."""
+    model_runner_v2: bool = True
+    """Whether an engine may have vLLM's second model runner, as it has on GPUs: its tables for what a
+    request names are of a fixed width, and it dies of more."""
     max_logprobs: int | None = None
     """``--max-logprobs``, of which the engine itself does not know."""
     supports_trace_replay: bool | None = None
@@ -629,8 +632,40 @@ def _check_what_is_known(params: EngineCoreSamplingParams, limits: RequestLimits
         raise unsupported("thinking_token_budget", "needs engines with --reasoning-parser")
     if limits.max_logprobs is not None:
         _check_max_logprobs(params, limits.max_logprobs, limits.vocab_size)
+    if limits.model_runner_v2 and (
+        params.logit_bias is not None
+        or params.allowed_token_ids is not None
+        or params.bad_words_token_ids is not None
+        or params.min_tokens
+    ):
+        _check_widths(params)
     if limits.vocab_size is not None and _names_tokens(params):
         _check_vocabulary(params, limits.vocab_size)
+
+
+MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_LOGIT_BIASES = 1024
+MAX_STOP_TOKEN_IDS = 128
+"""With ``min_tokens``, until which they are masked."""
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_TOKENS = 1024
+"""Of all bad words together; this and the one before are defaults of upstream's environment."""
+
+
+def _check_widths(params: EngineCoreSamplingParams) -> None:
+    """See ``vllm/v1/worker/gpu/sample``: ``logit_bias.py``, ``bad_words.py``."""
+    words = params.bad_words_token_ids or ()
+    masked = params.all_stop_token_ids if params.min_tokens else ()
+    for name, count, most in (
+        ("allowed_token_ids", len(params.allowed_token_ids or ()), MAX_ALLOWED_TOKEN_IDS),
+        ("logit_bias", len(params.logit_bias or ()), MAX_LOGIT_BIASES),
+        ("all_stop_token_ids", len(masked), MAX_STOP_TOKEN_IDS),
+        ("bad_words_token_ids", len(words), MAX_BAD_WORDS),
+        ("bad_words_token_ids", sum(map(len, words)), MAX_BAD_WORD_TOKENS),
+    ):
+        if count > most:
+            reason = f"must be {most} at most, not {count}, unless model_runner_v2=False is stated"
+            raise unsupported(name, reason)
 
 
 def _check_logprobs_count(logprobs: int, count: int) -> None:
