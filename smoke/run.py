@@ -42,6 +42,7 @@ PEER_CHECKS = {
     "utilities": WINDOW,  # the methods differ
     "refusals": WINDOW,  # what kills an engine differs
     "hostile_requests": WINDOW,
+    "public_issues": REFERENCE,
     "llm_smoke": REFERENCE,
     "llm_smoke_spawn": REFERENCE,
     "llm": REFERENCE,

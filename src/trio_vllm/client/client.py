@@ -244,8 +244,10 @@ async def open_client(
       client_index: Which of the frontend's clients we are; engines answer on that output address.
         They are told but one address by us, so other clients need a supervisor (`Bootstrapped`).
       vocab_size: Number of the model's token ids. An engine dies of an id beyond it and does not
-        tell its size; unless it is stated here, it is found out by a request for one token before
-        the first request that depends on it.
+        tell its size. Unless it is stated here, it is found out, by a request for one token, before
+        the first request whose sampling parameters have an id, or a number of log probabilities,
+        from 256 on: fewer token ids has no model. The ids of a prompt are checked if the size is
+        known by then; none is asked for because of them.
       hidden_size: Width of the model's embeddings. Prompts of embeddings are refused without it.
       embedding_size: Width of the vectors that the model pools a prompt to, ``hidden_size`` unless
         it is stated. An answer of another width is an error of its request, and so is one that has
