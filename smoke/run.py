@@ -40,6 +40,9 @@ WINDOW = (REFERENCE_VERSION, BUILT_VERSION)
 PEER_CHECKS = {
     "wire_types": WINDOW,  # every message, read and written by the types of either version
     "utilities": WINDOW,  # the methods differ
+    "refusals": WINDOW,  # what kills an engine differs
+    "hostile_requests": WINDOW,
+    "public_issues": REFERENCE,
     "llm_smoke": REFERENCE,
     "llm_smoke_spawn": REFERENCE,
     "llm": REFERENCE,
@@ -52,6 +55,9 @@ PEER_CHECKS = {
     "restart": REFERENCE,
 }
 """The checks with real peers, and the versions of vLLM that each runs with unless told otherwise."""
+
+COUNTED = ("hostile_requests",)
+"""Checks that send as many requests as ``--count`` says."""
 
 MARK = "TRIO_VLLM_SMOKE_MARK"
 """The variable by which we find what a check has started."""
@@ -86,13 +92,14 @@ class Check:
         path = f"{self.kind}/{self.module}"
         return path if self.version is None else f"{path}@{self.version}"
 
-    def run(self) -> None:
-        """Run it in this process."""
+    def run(self, count: int | None = None) -> None:
+        """Run it in this process; ``count`` is of requests, where a check has that option."""
+        options = {} if count is None or self.module not in COUNTED else {"count": count}
         main = importlib.import_module(f"{self.kind}.{self.module}").main
         if self.version is None:
             main()
         elif peers := find_peers(self.version):
-            main(peers)
+            main(peers, **options)
         else:
             raise SystemExit("the peers are not there; run.py --peers builds them")
 
@@ -103,7 +110,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, stop)
     if arguments.here:
         (check,) = pick([arguments.here], arguments.vllm)
-        check.run()
+        check.run(arguments.count)
         return 0
     checks = [
         check
@@ -135,6 +142,9 @@ def parse_arguments() -> argparse.Namespace:
         "--vllm", choices=VERSIONS, help="the version of all real peers (default: see run.py)"
     )
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="time limit of a check")
+    parser.add_argument(
+        "--count", type=int, metavar="N", help="requests of peers/hostile_requests (default: 200)"
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="show the checks' output")
     parser.add_argument("--here", metavar="NAME", help="run one check in this process")
     return parser.parse_args()
@@ -174,7 +184,7 @@ def run_check(check: Check, arguments: argparse.Namespace, deadline: float) -> b
     limit = max(min(limit, deadline - begin), 0.0)
     mark = uuid.uuid4().hex
     try:
-        failure, output = run_marked(check, mark, limit)
+        failure, output = run_marked(check, mark, limit, arguments.count)
         seconds = time.monotonic() - begin
     finally:
         strays = kill_strays(mark)
@@ -187,11 +197,13 @@ def run_check(check: Check, arguments: argparse.Namespace, deadline: float) -> b
     return not failure
 
 
-def run_marked(check: Check, mark: str, limit: float) -> tuple[str, str]:
+def run_marked(check: Check, mark: str, limit: float, count: int | None) -> tuple[str, str]:
     """Run one check; return why it failed, or nothing, and what it printed."""
     command = [sys.executable, "-u", __file__, "--here", check.name]
     if check.version is not None:
         command += ["--vllm", check.version]
+    if count is not None:
+        command += ["--count", str(count)]
     failure = ""
     with (
         tempfile.TemporaryDirectory(prefix="smoke-") as scratch,

@@ -1,33 +1,24 @@
-"""Send random requests, hostile values in every field, to an engine; it must stay alive and be idle.
-
-    python smoke/peers/hostile_requests.py [--count N] [--seed S] [--port P] [-- ENGINE COMMAND...]
-
-The command starts an engine that dials ``tcp://127.0.0.1:{port}``, for which it may say ``{port}``;
-without one an engine is awaited there. What the client refuses is not sent and does not count.
+"""Random requests, hostile values in every field, to a real engine; it must stay alive and be idle.
 
 A request that was sent may end in any way, but it must end; afterwards the engine answers a plain
-request as before, and its prefix cache can be reset, which it cannot while a request holds blocks.
+request as before, and its prefix cache can be reset, which it cannot while a request holds blocks. What
+the client refuses is not sent and does not count.
 """
 
-import argparse
 import collections
-import contextlib
 import math
 import random
-import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import trio
 
+from harness import free_port, headless_engine, owner
+from provision import Peers
 from trio_vllm import (
     GenerateRequest,
-    HandshakeOwner,
     Llm,
     RequestError,
     SamplingParams,
@@ -43,6 +34,9 @@ from trio_vllm.protocol import (
     PlaceholderRange,
     RepetitionDetectionParams,
 )
+
+COUNT = 200
+"""Requests to send, unless the command line says how many."""
 
 VOCABULARY = 32000
 CONTEXT = 512
@@ -290,7 +284,8 @@ class Run:
             with trio.fail_after(ANSWER_TIMEOUT):
                 output = await self.llm.generate(request)
             self.left -= 1
-            self.ends[f"ended: {output.finish_reason}"] += 1
+            for completion in output.completions:
+                self.ends[f"ended: {completion.finish_reason}"] += 1
         except RequestError as error:
             self.ends[f"refused: {type(error).__name__}"] += 1
             await trio.lowlevel.checkpoint()
@@ -298,8 +293,10 @@ class Run:
             raise SystemExit(f"no answer in {ANSWER_TIMEOUT:g} s to {request}") from None
         except Exception as error:
             self.left -= 1
-            self.ends[f"failed: {type(error).__name__}"] += 1
-            print(f"{type(error).__name__}: {error}\n  of {request}", flush=True)
+            kind = f"failed: {type(error).__name__}"
+            self.ends[kind] += 1
+            if self.ends[kind] == 1:
+                print(f"the first {kind}: {error}\n  of {request}", flush=True)
             if not self.llm.client.is_healthy:
                 raise SystemExit(f"the engine is gone: {error}") from None
         if time.monotonic() - begin > 60:
@@ -307,8 +304,8 @@ class Run:
 
 
 async def check(port: int, count: int, seed: int) -> None:
-    mode = HandshakeOwner(handshake_address=f"tcp://127.0.0.1:{port}", ready_timeout=240)
-    async with open_llm(mode, vocab_size=VOCABULARY) as llm:
+    """Send so many requests, some at a time, between two that are plain."""
+    async with open_llm(owner(port), vocab_size=VOCABULARY) as llm:
         before = await plain_answer(llm)
         run = Run(llm, random.Random(seed), count)
         begin = time.monotonic()
@@ -325,42 +322,8 @@ async def check(port: int, count: int, seed: int) -> None:
         print("the engine is alive and idle", flush=True)
 
 
-@contextlib.contextmanager
-def engine(command: list[str], port: int) -> Iterator[None]:
-    """The engine while the block runs, if there is a command for it."""
-    if not command:
-        yield
-        return
-    arguments = [part.replace("{port}", str(port)) for part in command]
-    process = subprocess.Popen(arguments, stdout=sys.stderr, start_new_session=True)
-    try:
-        yield
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--count", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--port", type=int, default=None)
-    parser.add_argument("command", nargs="*")
-    options = parser.parse_args()
-    port = options.port or free_port()
-    with engine(options.command, port):
-        trio.run(check, port, options.count, options.seed)
-
-
-if __name__ == "__main__":
-    main()
+def main(peers: Peers, count: int = COUNT, seed: int = 0) -> None:
+    """Run one engine and send everything."""
+    port = free_port()
+    with headless_engine(peers, port):
+        trio.run(check, port, count, seed)

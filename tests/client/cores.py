@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 from tests.client.pair import has_work
 from tests.ready import ready_response
 
-from trio_vllm.client import FrontendCore
+from trio_vllm.client import AnswerCheck, FrontendCore
 from trio_vllm.client.engines import EngineMessage
 from trio_vllm.errors import EngineCoreError, PeerGoneError
 from trio_vllm.mock import MockEngine, MockEngineConfig
@@ -31,6 +32,7 @@ class RecordingSink:
         self.request = request
         self.request_id = request.request_id
         self.engine_index = -1
+        self.answer_checks: Sequence[AnswerCheck] = ()
         self.token_ids: list[int] = []
         self.end: FinishReason | EngineCoreError | None = None
         self.was_dropped = False

@@ -62,9 +62,10 @@ async def test_a_broken_array_hurts_one_request(spoil_message: Break) -> None:
     async with open_world() as world:
         bad, good = OutputStream("bad"), OutputStream("good")
         for stream in (bad, good):
-            world.client.driver.submit(
-                make_request(stream.request_id, sampling_params=params), stream
+            request = make_request(
+                stream.request_id, prompt_token_ids=[1] * 100, sampling_params=params
             )
+            world.client.driver.submit(request, stream)
         world.engine.received()
         outputs = [
             make_output([7], stream.request_id, new_prompt_logprobs_tensors=PROMPT_LOGPROBS)

@@ -9,9 +9,11 @@ import trio
 from tests.client.cores import Network, RecordingSink
 from tests.client.pair import open_pair
 from tests.client.scripted import Failure, scripted_engines
-from tests.client.world import make_request
+from tests.client.world import World, hand_driven, make_request, open_world
+from trio.testing import wait_all_tasks_blocked
 
-from trio_vllm.client import EngineCoreClient
+from trio_vllm import open_llm
+from trio_vllm.client import EngineCoreClient, OutputStream
 from trio_vllm.errors import AdapterError, InvalidFieldError, UnsupportedFieldError
 from trio_vllm.mock import MockEngineConfig
 from trio_vllm.protocol import (
@@ -21,6 +23,7 @@ from trio_vllm.protocol import (
     LoRARequest,
     PoolingParams,
     SamplingParams,
+    StructuredOutputsParams,
 )
 
 
@@ -87,6 +90,114 @@ async def test_adapter_that_does_not_load_is_the_error_of_its_request() -> None:
         client.driver.core.facts.learn(supports_lora=True)
         with pytest.raises(AdapterError, match="no such file"):
             await call(client, adapted())
+
+
+STATED: dict[str, Any] = {
+    "vocab_size": 5,
+    "hidden_size": 6,
+    "embedding_size": 7,
+    "is_multimodal": True,
+    "accepts_prompt_embeds": True,
+    "model_runner_v2": False,
+}
+
+
+async def test_what_the_caller_states_is_known() -> None:
+    source = hand_driven()
+
+    async def answer() -> None:
+        await wait_all_tasks_blocked()
+        (engine,) = source.engines
+        await engine.answer(engine.call().call_id, ["generate"])
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(answer)
+        async with open_llm(source, **STATED) as llm:
+            limits = llm.client.driver.core.facts.limits
+
+    assert {name: getattr(limits, name) for name in STATED} == STATED
+
+
+# Structured outputs --------------------------------------------------------------------------------
+
+
+def constrained(
+    backend: str, request_id: str = "r", *, rank: int | None = None
+) -> EngineCoreRequest:
+    constraint = StructuredOutputsParams(regex="a", backend=backend)
+    params = SamplingParams(max_tokens=2, structured_outputs=constraint)
+    return make_request(request_id, sampling_params=params, data_parallel_rank=rank)
+
+
+def engine_of(world: World, request: EngineCoreRequest) -> int:
+    """Which engine gets a request."""
+    stream = OutputStream(request.request_id)
+    world.client.driver.submit(request, stream)
+    return stream.engine_index
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.0", "0.33.1"])
+@pytest.mark.parametrize("rank", [None, 0])
+async def test_an_engine_keeps_its_first_backend(version: str, rank: int | None) -> None:
+    async with open_world(vllm_version=version) as world:
+        engine_of(world, constrained("xgrammar"))
+        with pytest.raises(UnsupportedFieldError, match="must be xgrammar, not guidance") as caught:
+            engine_of(world, constrained("guidance", "other", rank=rank))
+        engine_of(world, constrained("xgrammar", "same", rank=rank))
+        engine_of(world, make_request("plain"))
+
+        assert caught.value.field == "sampling_params.structured_outputs.backend"
+        assert caught.value.request_id == "other"
+        assert list(world.client.statistics().requests_in_flight.values()) == [3]
+
+
+async def test_later_engines_may_take_several_backends() -> None:
+    async with open_world(vllm_version="0.34.0") as world:
+        engine_of(world, constrained("xgrammar"))
+
+        assert engine_of(world, constrained("guidance", "other")) == 0
+
+
+async def test_each_engine_may_have_another_backend() -> None:
+    async with open_world(2, vllm_version="0.33.0") as world:
+        engine_of(world, constrained("guidance"))
+        requests = [
+            constrained("xgrammar", "x"),
+            *[constrained("guidance", f"g{n}") for n in "123"],
+        ]
+
+        assert [engine_of(world, request) for request in requests] == [1, 0, 0, 0]
+        with pytest.raises(
+            UnsupportedFieldError, match="must be guidance or xgrammar, not outlines"
+        ):
+            engine_of(world, constrained("outlines", "o"))
+        with pytest.raises(UnsupportedFieldError, match="must be guidance, not xgrammar"):
+            engine_of(world, constrained("xgrammar", "pinned", rank=0))
+
+
+async def test_backend_that_an_engine_fails_with_at_first_is_not_its_own() -> None:
+    """It may not be installed there."""
+    async with open_world(vllm_version="0.33.0") as world:
+        engine_of(world, constrained("outlines", "first"))
+        await world.engine.emit("first", [], FinishReason.ERROR)
+        engine_of(world, constrained("guidance", "second"))
+        await world.engine.emit("second", [7], FinishReason.STOP)
+        engine_of(world, constrained("guidance", "second"))
+        await world.engine.emit("second", [], FinishReason.ERROR)
+
+        with pytest.raises(UnsupportedFieldError, match="must be guidance, not outlines"):
+            engine_of(world, constrained("outlines", "third"))
+
+
+async def test_request_moves_to_an_engine_that_has_its_backend() -> None:
+    async with open_world(3, vllm_version="0.33.0") as world:
+        engine_of(world, constrained("xgrammar", "a", rank=0))
+        engine_of(world, constrained("guidance", "b", rank=1))
+        await world.engines[0].emit("a", [7], FinishReason.STOP)
+        world.engines[0].vanish()
+
+        assert engine_of(world, constrained("xgrammar", "c")) == 2
+        assert engine_of(world, constrained("guidance", "d")) == 1
 
 
 # Without trio ------------------------------------------------------------------------------------

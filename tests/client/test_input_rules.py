@@ -122,8 +122,8 @@ RULES = [
     # Structured outputs
     Rule("the backend of the server", STRUCTURES, "rewrites",
          f"{DEFAULTS}::test_structured_outputs_get_a_backend"),
-    Rule("no other backend per request", STRUCTURES, "refuses, once it is known",
-         f"{STRUCTURED}::test_one_backend_for_the_whole_life_of_an_engine"),
+    Rule("no other backend per request", STRUCTURES, "refuses what the engines do not have already",
+         "client/test_facts.py::test_an_engine_keeps_its_first_backend"),
     Rule("choices: some", STRUCTURES, "codec", f"{STRUCTURED}::test_choices_that_are_none_are_refused_as_they_are"),
     Rule("blank json, grammar, structural_tag", STRUCTURES, "refuses",
          f"{VALIDATION}::test_structured_output_is_refused"),
@@ -197,6 +197,7 @@ RULES = [
          f"{DEFAULTS}::test_trace_is_cut_at_the_end_of_the_context"),
     Rule("chunks: no pooling, no embeddings", "AsyncLLM._validate_streaming_input_sampling_params",
          "refuses", REQUEST),
+    Rule("as many ids, biases and words as tables have room", "v1/worker/gpu/sample", "refuses unless stated", UNSUPPORTED),
     Rule("children have seeds of their own", "ParentRequest", "rewrites, in Llm",
          "llm/test_completions.py::test_children_are_named_and_seeded_as_upstream_does"),
     # PoolingParams

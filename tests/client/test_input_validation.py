@@ -390,6 +390,32 @@ def test_empty_prompt_is_refused(refused: EngineCoreRequest) -> None:
 POOLING = RequestLimits(max_model_len=16, supported_tasks={"embed"}, vllm_version="0.32.0+cpu")
 CHUNKED = PoolingParams(task="embed", late_chunking_params=CHUNKS)
 BARE = RequestLimits(max_model_len=16)
+WIDE = [
+    ("allowed_token_ids", request(sampling_params=SamplingParams(allowed_token_ids=range(1025)))),
+    (
+        "logit_bias",
+        request(sampling_params=SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0))),
+    ),
+    (
+        "all_stop_token_ids",
+        request(
+            sampling_params=SamplingParams(
+                min_tokens=1, max_tokens=2, stop_token_ids=range(129), all_stop_token_ids=range(129)
+            )
+        ),
+    ),
+    (
+        "bad_words_token_ids",
+        request(sampling_params=SamplingParams(bad_words_token_ids=[[1]] * 129)),
+    ),
+    (
+        "bad_words_token_ids",
+        request(sampling_params=SamplingParams(bad_words_token_ids=[[1] * 25] * 41)),
+    ),
+]
+"""More than fits the tables of vLLM's second model runner."""
+
+
 UNSUPPORTED = [
     ("mm_features", request(mm_features=[feature()]), BARE),
     ("prompt_embeds", request(prompt_token_ids=None, prompt_embeds=floats(3, 64)), BARE),
@@ -431,15 +457,11 @@ UNSUPPORTED = [
         attrs.evolve(BARE, has_reasoning_parser=False),
     ),
     (
-        "sampling_params.structured_outputs.backend",
-        request(sampling_params=SamplingParams(structured_outputs=structured(regex="a"))),
-        attrs.evolve(BARE, structured_outputs_backend="guidance"),
-    ),
-    (
         "pooling_params.dimensions",
         pooling(task="embed", dimensions=2),
         attrs.evolve(BARE, is_matryoshka=False),
     ),
+    *[(f"sampling_params.{name}", params, BARE) for name, params in WIDE],
     ("sampling_params.n", request(sampling_params=SamplingParams(n=2)), LIMITS),
     (
         "lora_request",
@@ -587,3 +609,21 @@ def is_refused(refused: EngineCoreRequest) -> bool:
     except (EmptyPromptError, InvalidFieldError):
         return True
     return False
+
+
+@pytest.mark.parametrize(("field", "wide"), WIDE)
+def test_first_model_runner_takes_any_number(field: str, wide: EngineCoreRequest) -> None:
+    check_request(wide, attrs.evolve(BARE, model_runner_v2=False))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(allowed_token_ids=range(1024)),
+        SamplingParams(logit_bias=dict.fromkeys(range(1024), 1.0)),
+        SamplingParams(stop_token_ids=range(129), all_stop_token_ids=range(129)),
+        SamplingParams(bad_words_token_ids=[[1] * 8] * 128),
+    ],
+)
+def test_what_fits_the_second_model_runner_passes(params: SamplingParams) -> None:
+    check_request(request(sampling_params=params), BARE)

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 
 from trio_vllm.client.input_processing import RequestLimits, check_request, fill_defaults
@@ -285,13 +284,3 @@ def test_backend_that_the_request_names_stays() -> None:
 
     assert sent is not None
     assert sent.structured_outputs is given
-
-
-def test_one_backend_for_the_whole_life_of_an_engine() -> None:
-    sent = request(StructuredOutputsParams(regex="a", backend="xgrammar"))
-
-    check_request(sent, attrs.evolve(LIMITS, structured_outputs_backend="xgrammar"))
-    with pytest.raises(
-        UnsupportedFieldError, match=r"structured_outputs\.backend must be guidance"
-    ):
-        check_request(sent, attrs.evolve(LIMITS, structured_outputs_backend="guidance"))

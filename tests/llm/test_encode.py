@@ -125,7 +125,9 @@ async def test_encode_always_checkpoints() -> None:
 
         async def answer() -> None:
             await wait_all_tasks_blocked()
-            await world.finish(world.engine.requests()[0].request_id, [])
+            pooled = Tensor.from_numpy(VALUES)
+            request_id = world.engine.requests()[0].request_id
+            await world.finish(request_id, [], pooling_output=pooled)
 
         world.nursery.start_soon(answer)
         with assert_checkpoints():
@@ -137,7 +139,10 @@ async def test_the_first_one_asks_what_the_model_supports() -> None:
         outcome = await world.start(lambda: world.llm.encode(make_encode()))
         await world.engine.answer(world.engine.call().call_id, ["embed", "classify"])
         (request,) = world.engine.requests()
-        await world.finish(request.request_id, [], finish_reason=FinishReason.STOP)
+        pooled = Tensor.from_numpy(VALUES)
+        await world.finish(
+            request.request_id, [], finish_reason=FinishReason.STOP, pooling_output=pooled
+        )
         await world.start(lambda: world.llm.encode(make_encode()))
 
         assert outcome.get().finish_reason is FinishReason.STOP

@@ -173,16 +173,16 @@ def test_columns_of_other_requests_are_not_kept() -> None:
     [
         ({"logprobs": 0}, 1),
         ({"logprobs": 3}, 4),
-        ({"logprobs": -1}, 6),
+        ({"logprobs": -1}, 7),
         ({"logprob_token_ids": [4, 5]}, 3),
         ({"logprobs": 2, "logprob_token_ids": [4, 5]}, 3),
     ],
 )
 async def test_columns_of_logprobs(params: dict[str, Any], columns: int) -> None:
-    async with open_llm_world(client_options={"vocab_size": 32_000}) as world:
+    async with open_llm_world(client_options={"vocab_size": 6}) as world:
         outcome = await world.start(lambda: world.llm.generate(make_prompt(**params)))
         (request,) = world.engine.requests()
-        await world.finish(request.request_id, [7], new_logprobs=make_logprobs([7], 6))
+        await world.finish(request.request_id, [5], new_logprobs=make_logprobs([5], 7))
 
         logprobs = outcome.get().logprobs
         assert logprobs is not None
@@ -199,24 +199,25 @@ async def test_no_logprobs_is_none() -> None:
 
 async def test_values_that_are_no_numbers_are_kept() -> None:
     async with open_llm_world() as world:
-        outcome = await world.start(lambda: world.llm.generate(make_prompt(logprobs=1)))
+        outcome = await world.start(lambda: world.llm.generate(make_prompt(logprobs=2)))
         (request,) = world.engine.requests()
-        logprobs = make_logprobs([7, 8], 2)
+        logprobs = make_logprobs([7, 8], 3)
         logprobs.logprobs[0] = np.nan
         logprobs.ranks[0] = 0
-        logprobs.logprobs[1, 1] = -np.inf
+        logprobs.logprobs[1, 2] = -np.inf
         await world.finish(request.request_id, [7, 8], new_logprobs=logprobs)
 
         got = outcome.get().logprobs
         assert got is not None
         assert np.isnan(got.positions[0].token.logprob)
         assert got.positions[0].token.rank == 0
-        assert -np.inf == got.positions[1].entries[1].logprob
+        assert got.positions[1].entries[2].logprob == -np.inf
 
 
 async def test_prompt_logprobs_may_come_in_several_chunks_before_the_first_token() -> None:
     async with open_llm_world() as world:
-        outcome = await world.start(lambda: world.llm.generate(make_prompt(prompt_logprobs=1)))
+        prompt = make_prompt(prompt_logprobs=1, request_prompt_token_ids=[1, 2, 3, 4, 5])
+        outcome = await world.start(lambda: world.llm.generate(prompt))
         (request,) = world.engine.requests()
         for token_ids in ([2, 3], [4]):
             chunk = make_logprobs(token_ids, 2)
@@ -265,7 +266,7 @@ async def test_rows_that_do_not_match_the_tokens_hurt_one_request(field: str, va
         await world.finish(good_id, [8], new_logprobs=make_logprobs([8], 2))
 
         assert isinstance(bad.error, DecodeError)
-        assert (f".{field}", bad_id) == (bad.error.where, bad.error.request_id)
+        assert (bad.error.where, bad.error.request_id) == (field, bad_id)
         assert good.get().token_ids == [7, 8]
         await wait_all_tasks_blocked()
         assert world.engine.aborts() == [[bad_id]]

@@ -1,5 +1,8 @@
 """The client: drives engine cores over the transport. Public."""
 
+from trio_vllm.client.answers import AnswerCheck as AnswerCheck
+from trio_vllm.client.answers import LogprobsCheck as LogprobsCheck
+from trio_vllm.client.answers import logprob_columns as logprob_columns
 from trio_vllm.client.client import EngineCoreClient as EngineCoreClient
 from trio_vllm.client.client import open_client as open_client
 from trio_vllm.client.client import run_client as run_client

@@ -227,8 +227,10 @@ async def open_client(
     client_index: int = 0,
     vocab_size: int | None = None,
     hidden_size: int | None = None,
+    embedding_size: int | None = None,
     is_multimodal: bool = False,
     accepts_prompt_embeds: bool = False,
+    model_runner_v2: bool = True,
     structured_outputs_backend: str = "xgrammar",
     load_balancer: LoadBalancer | None = None,
     learning_timeout: float = 5.0,
@@ -242,14 +244,24 @@ async def open_client(
       client_index: Which of the frontend's clients we are; engines answer on that output address.
         They are told but one address by us, so other clients need a supervisor (`Bootstrapped`).
       vocab_size: Number of the model's token ids. An engine dies of an id beyond it and does not
-        tell its size; unless it is stated here, it is found out by a request for one token before
-        the first request that depends on it.
+        tell its size. Unless it is stated here, it is found out, by a request for one token, before
+        the first request whose sampling parameters have an id, or a number of log probabilities,
+        from 256 on: fewer token ids has no model. The ids of a prompt are checked if the size is
+        known by then; none is asked for because of them.
       hidden_size: Width of the model's embeddings. Prompts of embeddings are refused without it.
+      embedding_size: Width of the vectors that the model pools a prompt to, ``hidden_size`` unless
+        it is stated. An answer of another width is an error of its request, and so is one that has
+        not the ``dimensions`` that were asked for.
       is_multimodal: Whether the model takes more than text. Otherwise ``mm_features`` are refused,
         for which such an engine would wait for ever.
       accepts_prompt_embeds: Whether the engines run with ``--enable-prompt-embeds``; others ignore
         embeddings without a word, so they are refused.
-      structured_outputs_backend: For requests that name none.
+      model_runner_v2: Whether an engine may run vLLM's second model runner, as it does on GPUs. That
+        one dies of more than 1,024 ``allowed_token_ids``, and the like, so these are refused.
+      structured_outputs_backend: For requests that name none. An engine keeps the backend of its
+        first constrained request, so another one is refused once no engine can have it. That is why
+        this is not ``"auto"``, as upstream's is: one schema that xgrammar cannot do would have every
+        later request of that engine refused, if it happened to be the first.
       load_balancer: Chooses the engine of a request that is not pinned; `LeastLoaded` if None.
       learning_timeout: Seconds that engines which have just started may take to say what the model
         supports. One that pools dies of a request to generate and the other way round, so they are
@@ -285,8 +297,10 @@ async def open_client(
             stall_time=stall_time,
             vocab_size=vocab_size,
             hidden_size=hidden_size,
+            embedding_size=embedding_size,
             is_multimodal=is_multimodal,
             accepts_prompt_embeds=accepts_prompt_embeds,
+            model_runner_v2=model_runner_v2,
         ) as client,
     ):
         try:

@@ -37,6 +37,7 @@ from typing import Any
 
 import attrs
 
+from trio_vllm.client.answers import answer_checks
 from trio_vllm.client.engines import (
     CONNECTION_LOST,
     REPORTED_DEATH,
@@ -52,7 +53,7 @@ from trio_vllm.client.engines import (
 )
 from trio_vllm.client.facts import EngineFacts, callers_id
 from trio_vllm.client.input_processing import fill_defaults, validate_and_encode
-from trio_vllm.client.requests import Sink, check_rows
+from trio_vllm.client.requests import Sink, check_answer
 from trio_vllm.client.utility_calls import (
     UtilityCall,
     UtilityCallTable,
@@ -67,6 +68,7 @@ from trio_vllm.errors import (
     EngineDeadError,
     InvalidDataParallelRankError,
     InvalidFieldError,
+    UnsupportedFieldError,
     copy_error,
 )
 from trio_vllm.protocol import (
@@ -249,9 +251,12 @@ class FrontendCore:
         self.facts.check_adapter(request)
         engine = fixed = self._engine_for(request)
         if engine is None:
-            alive = self._engines.alive
-            engine = alive[0] if len(alive) == 1 else self._load_balancer.choose(alive)
-        self._queue_request(engine, sink, frames, is_movable=fixed is None)
+            able = self.facts.able(request, self._engines.alive)
+            engine = able[0] if len(able) == 1 else self._load_balancer.choose(able)
+        else:
+            self.facts.able(request, [engine])
+        sink.answer_checks = answer_checks(request, self.facts.limits)
+        self._queue_request(engine, sink, frames, request if fixed is None else None)
         self._note_submitted(engine, request, sink)
         if self._waves is not None:
             self._coordination_sends += self._waves.send_request(engine.index)
@@ -285,7 +290,7 @@ class FrontendCore:
 
     def _note_submitted(self, engine: Engine, request: EngineCoreRequest, sink: Sink) -> None:
         """Note what a request leaves at its engine; end it if no engine answers such a one."""
-        self.facts.submitted(request)
+        self.facts.submitted(request, engine.index)
         if self._stall_check == math.inf:
             self._stall_check = -math.inf
         if request.resumable:
@@ -302,8 +307,13 @@ class FrontendCore:
         sink.add_output(EngineCoreOutput(sink.request_id, finish_reason=reason), 0.0, None)
 
     def _queue_request(
-        self, engine: Engine, sink: Sink, frames: Sequence[Buffer], *, is_movable: bool
+        self,
+        engine: Engine,
+        sink: Sink,
+        frames: Sequence[Buffer],
+        movable: EngineCoreRequest | None,
     ) -> None:
+        """Put a request in line; a ``movable`` one may go to another engine should this be gone."""
         request_id = sink.request_id
         if request_id in engine.aborts:
             engine.send_aborts()  # it would die of an id that it still has
@@ -314,7 +324,7 @@ class FrontendCore:
         else:
             self._urgent.append(engine)
         engine.add(sink)
-        engine.send(frames, sink if is_movable else None)
+        engine.send(frames, None if movable is None else (movable, sink))
 
     def confirm(self, sink: Sink) -> None:
         """Raise, and forget a request just submitted, if no engine is left that could be sent it."""
@@ -324,7 +334,7 @@ class FrontendCore:
             return
         engine.remove(sink.request_id)
         engine.sessions.discard(sink.request_id)
-        self.facts.ended(sink.request_id, engine.index, answered=False)
+        self.facts.ended(sink.request_id, engine.index)
         self.raise_if_failed()
         raise InvalidDataParallelRankError(sink.request_id, engine.index, self.engine_indices)
 
@@ -363,7 +373,7 @@ class FrontendCore:
         """Forget a request, and tell its engine soon; what is held is sent along."""
         sink = engine.remove(request_id)
         engine.sessions.discard(request_id)
-        self.facts.ended(request_id, engine.index, answered=False)
+        self.facts.ended(request_id, engine.index)
         engine.aborts[request_id] = None
         self._unsent[engine] = None
         self._hold_end = -math.inf
@@ -465,14 +475,24 @@ class FrontendCore:
 
     def _move(self, message: EngineMessage) -> None:
         """Give a request that its engine cannot be sent to another one, if any will do."""
-        engine, sink = message.engine, message.movable
-        if sink is None or engine.requests.get(sink.request_id) is not sink:
-            return  # it is no request, or is meant for this engine, or is over
-        if self._engines.alive:  # else it fails with its engine
+        if message.movable is None:
+            return  # it is no request, or is meant for this engine
+        engine, (request, sink) = message.engine, message.movable
+        if engine.requests.get(sink.request_id) is not sink:
+            return  # it is over
+        try:
+            able = self.facts.able(request, self._engines.alive)
+        except UnsupportedFieldError:
+            able = []
+        if able:  # else it fails with its engine
             engine.remove(sink.request_id)
             # There is no wave to tell of: engines that have them are lost together.
-            other = self._load_balancer.choose(self._engines.alive)
-            self._queue_request(other, sink, message.frames, is_movable=True)
+            other = self._load_balancer.choose(able)
+            self._queue_request(other, sink, message.frames, request)
+            self.facts.submitted(request, other.index)
+            if request.resumable:
+                engine.sessions.discard(sink.request_id)
+                other.sessions.add(sink.request_id)
 
     # Messages that come -------------------------------------------------------------------------
 
@@ -571,7 +591,6 @@ class FrontendCore:
             return
         try:
             output = batch.decode_row(row)
-            check_rows(output, engine.index)
         except DecodeError as error:
             if request_id is None:
                 raise  # it may have been a part of any request
@@ -581,6 +600,7 @@ class FrontendCore:
         if output.finished:
             self._note_finished(engine, output)
         try:
+            check_answer(sink, output)
             sink.add_output(output, batch.timestamp, batch.weight_version)
         except DecodeError as error:
             self.drop(sink)
@@ -588,8 +608,12 @@ class FrontendCore:
 
     def _note_finished(self, engine: Engine, output: EngineCoreOutput) -> None:
         engine.remove(output.request_id)
-        has_answer = output.pooling_output is not None
-        self.facts.ended(output.request_id, engine.index, answered=has_answer)
+        self.facts.ended(
+            output.request_id,
+            engine.index,
+            answered=output.pooling_output is not None,
+            has_failed=output.finish_reason is FinishReason.ERROR,
+        )
         if output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             engine.sessions.discard(output.request_id)
 

@@ -184,8 +184,9 @@ class CoreDriver:
         """Learn what a request depends on and is not known of the engines yet.
 
         That is which tasks the model supports, for a request to pool; how many token ids it has, for
-        one that names any beyond the first 256, or so many log probabilities; and whether its adapter
-        loads, which is loaded into every engine. What several requests need is asked for once.
+        one to generate whose sampling parameters name an id from 256 on, or so many log
+        probabilities (a prompt's ids are no reason to ask); and whether its adapter loads, which is
+        loaded into every engine. What several requests need is asked for once.
 
         Raises:
           RequestError: The request is refused for what was found out.

@@ -16,6 +16,7 @@ from trio_vllm.errors import DecodeError, EngineDeadError
 from trio_vllm.protocol import (
     Buffer,
     EngineCoreReadyResponse,
+    EngineCoreRequest,
     EngineId,
     KvEventsConfig,
     SchedulerStats,
@@ -41,8 +42,8 @@ class EngineMessage:
 
     engine: Engine
     frames: Sequence[Buffer]
-    movable: Sink | None = None
-    """Whose request this is, if another engine may have it as well should this one be gone."""
+    movable: tuple[EngineCoreRequest, Sink] | None = None
+    """The request that this is, if another engine may have it as well should this one be gone."""
 
 
 @attrs.define(eq=False)
@@ -159,7 +160,11 @@ class Engine:
         """Whether it is to be sent anything."""
         return bool(self.messages or self.aborts)
 
-    def send(self, frames: Sequence[Buffer], movable: Sink | None = None) -> None:
+    def send(
+        self,
+        frames: Sequence[Buffer],
+        movable: tuple[EngineCoreRequest, Sink] | None = None,
+    ) -> None:
         """Put a message in line."""
         self.messages.append(EngineMessage(self, frames, movable))
 

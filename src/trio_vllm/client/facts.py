@@ -14,6 +14,7 @@ from typing import Any
 
 import attrs
 
+from trio_vllm.client.engines import Engine
 from trio_vllm.client.input_processing import RequestLimits, needs_vocab_size
 from trio_vllm.client.late_interaction import SentQueries, late_interaction_engine
 from trio_vllm.errors import InvalidFieldError, UnsupportedFieldError
@@ -21,6 +22,10 @@ from trio_vllm.protocol import EngineCoreRequest, LateInteractionParams, LoRAReq
 
 GENERATION_TASKS = frozenset({"generate", "transcription", "realtime"})
 """What a model that makes tokens supports at least one of."""
+
+LATCHING_RELEASES = ("0.32.", "0.33.")
+"""Versions of engines that keep the structured-outputs backend of the first request that has one:
+with another, 0.33 answers with an error, and 0.32 without a word does it by the first."""
 
 Adapter = tuple[str, str]
 """Name and path."""
@@ -42,6 +47,14 @@ def _late_interaction(request: EngineCoreRequest) -> LateInteractionParams | Non
     return None if pooling is None else pooling.late_interaction_params
 
 
+def _backend(request: EngineCoreRequest) -> str | None:
+    """The structured-outputs backend that a request was filled with, if it is constrained."""
+    params = request.sampling_params
+    if params is None or params.structured_outputs is None:
+        return None
+    return params.structured_outputs.backend
+
+
 @attrs.define(eq=False)
 class EngineFacts:
     """What is known of the engines, all together."""
@@ -52,6 +65,8 @@ class EngineFacts:
     _queries: SentQueries = attrs.field(factory=SentQueries, init=False)
     # By request id, queries that have not been answered.
     _pending_queries: dict[str, LateInteractionParams] = attrs.field(factory=dict, init=False)
+    # By engine index, the backend, and the first request that has it until that is over.
+    _backends: dict[int, tuple[str, str]] = attrs.field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         if self.limits.late_interaction_queries is None:
@@ -158,8 +173,48 @@ class EngineFacts:
             reason = f"must be {known}, the engine that has the query {params.query_key!r}"
             raise InvalidFieldError(callers_id(request), "data_parallel_rank", reason)
 
-    def submitted(self, request: EngineCoreRequest) -> None:
+    # Structured outputs --------------------------------------------------------------------------
+
+    def able(self, request: EngineCoreRequest, engines: Sequence[Engine]) -> Sequence[Engine]:
+        """Those of some engines that have, or can still get, the backend of a request.
+
+        Raises `UnsupportedFieldError` if all have another one.
+        """
+        backend = _backend(request)
+        if backend is None or not self._backends:
+            return engines
+        kept = [self._backends.get(engine.index, (backend,))[0] for engine in engines]
+        able = [engine for engine, name in zip(engines, kept, strict=True) if name == backend]
+        if not able:
+            names = " or ".join(sorted({*kept}))
+            reason = (
+                f"must be {names}, not {backend}: an engine of this version keeps the backend of its"
+                " first constrained request"
+            )
+            where = "sampling_params.structured_outputs.backend"
+            raise UnsupportedFieldError(callers_id(request), where, reason)
+        return able
+
+    def _note_backend(self, request: EngineCoreRequest, engine_index: int) -> None:
+        backend = _backend(request)
+        if backend is not None and self.limits.vllm_version.startswith(LATCHING_RELEASES):
+            self._backends.setdefault(engine_index, (backend, request.request_id))
+
+    def _note_end_of_first(self, request_id: str, engine_index: int, *, has_failed: bool) -> None:
+        """An engine that fails its first constrained request may well not have that backend."""
+        backend, first_id = self._backends.get(engine_index, ("", ""))
+        if first_id != request_id:
+            return
+        if has_failed:
+            del self._backends[engine_index]
+        else:
+            self._backends[engine_index] = backend, ""
+
+    # The life of a request ----------------------------------------------------------------------
+
+    def submitted(self, request: EngineCoreRequest, engine_index: int) -> None:
         """Note a request that is on its way to an engine."""
+        self._note_backend(request, engine_index)
         params = _late_interaction(request)
         if params is None:
             return
@@ -169,8 +224,17 @@ class EngineFacts:
         else:
             self._queries.add(params)
 
-    def ended(self, request_id: str, engine_index: int, *, answered: bool) -> None:
-        """Note that a request is over."""
+    def ended(
+        self,
+        request_id: str,
+        engine_index: int,
+        *,
+        answered: bool = False,
+        has_failed: bool = False,
+    ) -> None:
+        """Note that a request is over: with a pooled prompt, or with an error, or in another way."""
+        if self._backends:
+            self._note_end_of_first(request_id, engine_index, has_failed=has_failed)
         params = self._pending_queries.pop(request_id, None) if self._pending_queries else None
         if params is not None and answered:
             self._queries.add(params, engine_index)
@@ -178,3 +242,4 @@ class EngineFacts:
     def lost_engine(self, engine_index: int) -> None:
         """Note that an engine is gone, with all that it kept."""
         self._queries.forget_engine(engine_index)
+        self._backends.pop(engine_index, None)

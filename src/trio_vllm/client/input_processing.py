@@ -83,6 +83,8 @@ def fill_defaults(
         changes |= _as_lists(request, ("prompt_token_ids",))
     params = request.sampling_params
     if isinstance(params, EngineCoreSamplingParams):
+        if _has_nothing_to_fill(params):
+            return attrs.evolve(request, **changes) if changes else request
         filled = _sampling_changes(params, structured_outputs_backend)
         if params.trace_decode_token_ids is not None:
             room = None if max_model_len is None else max_model_len - _prompt_length(request)
@@ -119,6 +121,27 @@ def _prompt_length(request: EngineCoreRequest) -> int:
             return len(positions)
     embeds = request.prompt_embeds
     return embeds.shape[0] if isinstance(embeds, Tensor) and embeds.shape else 0
+
+
+_NO_IDS = attrs.fields(EngineCoreSamplingParams).all_stop_token_ids.default
+
+
+def _has_nothing_to_fill(params: EngineCoreSamplingParams) -> bool:
+    """Whether none of the fields is set that `_sampling_changes` looks at, as in most requests."""
+    # One after the other, not by a list of names: that would cost a fifth of what the request costs.
+    return (
+        params.seed is None
+        and params.eos_token_id is None
+        and params.stop_token_ids is None
+        and params.structured_outputs is None
+        and params.logit_bias is None
+        and params.allowed_token_ids is None
+        and params.logprob_token_ids is None
+        and params.all_stop_token_ids is _NO_IDS
+        and params.prompt_logprob_token_ids is None
+        and params.thinking_token_budget is None
+        and params.trace_decode_token_ids is None
+    )
 
 
 def _sampling_changes(params: EngineCoreSamplingParams, backend: str) -> dict[str, Any]:
@@ -267,6 +290,9 @@ class RequestLimits:
     """Width of the model's embeddings; an engine dies of any other."""
     is_multimodal: bool = False
     """Whether the model has encoders; others never schedule a request that needs one."""
+    model_runner_v2: bool = True
+    """Whether an engine may have vLLM's second model runner, as it has on GPUs: its tables for what a
+    request names are of a fixed width, and it dies of more."""
     max_logprobs: int | None = None
     """``--max-logprobs``, of which the engine itself does not know."""
     supports_trace_replay: bool | None = None
@@ -276,8 +302,6 @@ class RequestLimits:
     embedding_size: int | None = None
     is_matryoshka: bool | None = None
     """Whether embeddings may be cut to fewer ``dimensions``."""
-    structured_outputs_backend: str | None = None
-    """The one that the engines were given by their first such request; 0.32 ignores any other."""
     late_interaction_queries: Collection[str] | None = None
     """Keys of queries that documents can be scored against: sent, and not used up."""
 
@@ -482,11 +506,13 @@ def _check_engine(request: EngineCoreRequest, limits: RequestLimits) -> None:
             _check_pooling(request.pooling_params, limits)
         except CodecError as error:
             raise error.add_path(".pooling_params") from None
-    elif limits.supported_tasks is not None and not _GENERATION_TASKS & {*limits.supported_tasks}:
+    elif limits.supported_tasks is not None and _GENERATION_TASKS.isdisjoint(
+        limits.supported_tasks
+    ):
         raise unsupported("sampling_params", "is set, but the model only pools")
 
 
-_GENERATION_TASKS = {"generate", "transcription", "realtime"}
+_GENERATION_TASKS = frozenset({"generate", "transcription", "realtime"})
 
 
 def _check_width(embeds: Tensor, limits: RequestLimits) -> None:
@@ -582,7 +608,7 @@ def _check_sampling(params: EngineCoreSamplingParams, length: int, limits: Reque
         if params.prompt_logprob_token_ids is not None or params.prompt_logprob_start is not None:
             _check_prompt_logprob_token_ids(params, length)
         if params.structured_outputs is not None:
-            _check_structured_outputs(params.structured_outputs, limits)
+            _check_structured_outputs(params.structured_outputs)
         if params.trace_decode_token_ids is not None:
             _check_trace(params, limits)
         _check_what_is_known(params, limits)
@@ -606,8 +632,40 @@ def _check_what_is_known(params: EngineCoreSamplingParams, limits: RequestLimits
         raise unsupported("thinking_token_budget", "needs engines with --reasoning-parser")
     if limits.max_logprobs is not None:
         _check_max_logprobs(params, limits.max_logprobs, limits.vocab_size)
-    if limits.vocab_size is not None:
+    if limits.model_runner_v2 and (
+        params.logit_bias is not None
+        or params.allowed_token_ids is not None
+        or params.bad_words_token_ids is not None
+        or params.min_tokens
+    ):
+        _check_widths(params)
+    if limits.vocab_size is not None and _names_tokens(params):
         _check_vocabulary(params, limits.vocab_size)
+
+
+MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_LOGIT_BIASES = 1024
+MAX_STOP_TOKEN_IDS = 128
+"""With ``min_tokens``, until which they are masked."""
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_TOKENS = 1024
+"""Of all bad words together; this and the one before are defaults of upstream's environment."""
+
+
+def _check_widths(params: EngineCoreSamplingParams) -> None:
+    """See ``vllm/v1/worker/gpu/sample``: ``logit_bias.py``, ``bad_words.py``."""
+    words = params.bad_words_token_ids or ()
+    masked = params.all_stop_token_ids if params.min_tokens else ()
+    for name, count, most in (
+        ("allowed_token_ids", len(params.allowed_token_ids or ()), MAX_ALLOWED_TOKEN_IDS),
+        ("logit_bias", len(params.logit_bias or ()), MAX_LOGIT_BIASES),
+        ("all_stop_token_ids", len(masked), MAX_STOP_TOKEN_IDS),
+        ("bad_words_token_ids", len(words), MAX_BAD_WORDS),
+        ("bad_words_token_ids", sum(map(len, words)), MAX_BAD_WORD_TOKENS),
+    ):
+        if count > most:
+            reason = f"must be {most} at most, not {count}, unless model_runner_v2=False is stated"
+            raise unsupported(name, reason)
 
 
 def _check_logprobs_count(logprobs: int, count: int) -> None:
@@ -640,9 +698,9 @@ def _check_prompt_logprob_token_ids(params: EngineCoreSamplingParams, length: in
         raise invalid("skip_reading_prefix_cache", reason)
 
 
-def _check_structured_outputs(params: StructuredOutputsParams, limits: RequestLimits) -> None:
+def _check_structured_outputs(params: StructuredOutputsParams) -> None:
     try:
-        structured_outputs.check(params, limits.structured_outputs_backend)
+        structured_outputs.check(params)
     except CodecError as error:
         raise error.add_path(".structured_outputs") from None
 
@@ -687,6 +745,23 @@ def _check_max_logprobs(
 # The vocabulary ---------------------------------------------------------------------------------
 
 
+def _names_tokens(params: EngineCoreSamplingParams) -> bool:
+    """Whether any field is set that depends on the vocabulary."""
+    return not (
+        params.eos_token_id is None
+        and params.logprobs is None
+        and params.stop_token_ids is None
+        and params.prompt_logprobs is None
+        and params.logit_bias is None
+        and params.allowed_token_ids is None
+        and params.bad_words_token_ids is None
+        and params.logprob_token_ids is None
+        and params.all_stop_token_ids is _NO_IDS
+        and params.prompt_logprob_token_ids is None
+        and params.trace_decode_token_ids is None
+    )
+
+
 def _check_vocabulary(params: EngineCoreSamplingParams, vocab_size: int) -> None:
     """Token ids are indices into the logits, and so many log probabilities are there to report."""
     for name in (*TOKEN_ID_FIELDS, "logit_bias"):
@@ -720,7 +795,7 @@ def needs_vocab_size(request: EngineCoreRequest) -> bool:
     A prompt's ids do too, but nearly every prompt would: they are checked if the size is known.
     """
     params = request.sampling_params
-    if not isinstance(params, EngineCoreSamplingParams):
+    if not isinstance(params, EngineCoreSamplingParams) or not _names_tokens(params):
         return False
     names = (*TOKEN_ID_FIELDS, "logit_bias", "bad_words_token_ids", "prompt_logprob_token_ids")
     counts = (params.logprobs, params.prompt_logprobs, params.eos_token_id)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import attrs
 import trio
 
+from trio_vllm.client.answers import AnswerCheck
+from trio_vllm.client.field_errors import invalid
 from trio_vllm.concurrency import Waker
 from trio_vllm.errors import DecodeError, EngineCoreError, copy_error
-from trio_vllm.protocol import EngineCoreOutput, Frames
+from trio_vllm.protocol import CodecError, EngineCoreOutput, Frames
 
 
 class Sink(Protocol):
@@ -25,6 +28,8 @@ class Sink(Protocol):
     request_id: str
     engine_index: int
     """Set by the client, and again if the engine is gone before it has been sent the request."""
+    answer_checks: Sequence[AnswerCheck]
+    """Set by the client, which checks what comes by `add_output`."""
 
     def add_tokens(self, token_ids: list[int], timestamp: float, version: str | None) -> None:
         """Take an output that is nothing but token ids, one at least.
@@ -84,6 +89,7 @@ class OutputStream:
         """An engine that sends more than ``max_tokens`` fails the request."""
         self.request_id = request_id
         self.engine_index = -1
+        self.answer_checks: Sequence[AnswerCheck] = ()
         self._max_tokens = max_tokens
         self._token_count = 0
         # Unbounded on purpose: one task serves all requests and must not wait for one slow reader.
@@ -122,7 +128,9 @@ class OutputStream:
 
     def add_tokens(self, token_ids: list[int], timestamp: float, version: str | None) -> None:
         array("I").fromlist(token_ids)
-        self.add_output(EngineCoreOutput(self.request_id, token_ids), timestamp, version)
+        output = EngineCoreOutput(self.request_id, token_ids)
+        check_answer(self, output)
+        self.add_output(output, timestamp, version)
 
     def add_raw_logprobs(self, *_: object) -> bool:
         return False  # its outputs are decoded, as the engine sent them
@@ -140,8 +148,20 @@ class OutputStream:
         self._waker.wake()
 
 
-def check_rows(output: EngineCoreOutput, engine_index: int) -> None:
-    """Raise `DecodeError` unless what describes the new tokens has a row for each."""
+def check_answer(sink: Sink, output: EngineCoreOutput) -> None:
+    """Raise `DecodeError` if an output is not what was asked for, or its parts do not add up."""
+    try:
+        _check_rows(output)
+        for answer_check in sink.answer_checks:
+            answer_check.check(output)
+    except CodecError as error:
+        raise DecodeError(
+            "an output", error.where, error.reason, sink.engine_index, sink.request_id
+        ) from None
+
+
+def _check_rows(output: EngineCoreOutput) -> None:
+    """What describes the new tokens has a row for each."""
     count = len(output.new_token_ids)
     logprobs, mask = output.new_logprobs, output.new_sampling_mask
     for field, rows in (
@@ -149,8 +169,7 @@ def check_rows(output: EngineCoreOutput, engine_index: int) -> None:
         ("new_sampling_mask", count if mask is None else len(mask.rows)),
     ):
         if rows != count:
-            reason = f"has {rows} rows for {count} tokens"
-            raise DecodeError("an output", f".{field}", reason, engine_index, output.request_id)
+            raise invalid(field, f"has {rows} rows for {count} tokens")
 
 
 def too_many_tokens(sink: Sink, max_tokens: int) -> DecodeError:

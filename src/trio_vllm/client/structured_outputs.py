@@ -116,14 +116,10 @@ def choices_as_grammar(choices: list[str] | tuple[str, ...]) -> str:
 # Checked -----------------------------------------------------------------------------------------
 
 
-def check(params: StructuredOutputsParams, latched: str | None = None) -> None:
-    """Refuse what the backend cannot do; ``latched`` is the one that the engines have, if known."""
+def check(params: StructuredOutputsParams) -> None:
+    """Refuse what the backend cannot do."""
     if params.backend is None:
         raise invalid("backend", "must be set")
-    if latched is not None and params.backend != latched:
-        raise unsupported(
-            "backend", f"must be {latched}: the engines have it since the first such request"
-        )
     _check_kind(params)
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from trio_vllm.client import too_many_tokens
+from trio_vllm.client import AnswerCheck, LogprobsCheck, logprob_columns, too_many_tokens
 from trio_vllm.concurrency import Waker
 from trio_vllm.errors import DecodeError, EngineCoreError
 from trio_vllm.llm.output import (
@@ -70,6 +70,7 @@ class Collector:
         "_token_ids",
         "_version",
         "_waker",
+        "answer_checks",
         "engine_index",
         "error",
         "index",
@@ -89,6 +90,7 @@ class Collector:
         self.request_id = request.request_id
         self.index = index
         self.engine_index = -1
+        self.answer_checks: Sequence[AnswerCheck] = ()
         self.error: EngineCoreError | None = None
         self._waker = waker
         self._clock = clock
@@ -153,7 +155,8 @@ class Collector:
     def _sample_logprobs(self) -> LogprobsCollector:
         if self._logprobs is None:  # most requests want none
             params = self._params or EngineCoreSamplingParams()
-            self._logprobs = LogprobsCollector(_columns(params.logprobs, params.logprob_token_ids))
+            columns = logprob_columns(params.logprobs, params.logprob_token_ids)
+            self._logprobs = LogprobsCollector(columns)
         return self._logprobs
 
     def add_output(self, output: EngineCoreOutput, timestamp: float, version: str | None) -> None:
@@ -163,9 +166,8 @@ class Collector:
             self._sample_logprobs().add(output.new_logprobs)
         if (prompt := output.new_prompt_logprobs_tensors) is not None:
             if self._prompt_logprobs is None:
-                self._prompt_logprobs = LogprobsCollector(
-                    None if self._params is None else _columns(self._params.prompt_logprobs, None)
-                )
+                count = None if self._params is None else self._params.prompt_logprobs
+                self._prompt_logprobs = LogprobsCollector(logprob_columns(count))
             self._prompt_logprobs.add(prompt)
         if _has_extras(output):
             self._outputs_with_extras.append(output)
@@ -297,10 +299,23 @@ class Collector:
             if self._prompt_logprobs is not None:
                 completion.prompt_logprobs = self._prompt_logprobs.take()
         except CodecError as error:
-            where = error.add_path(".new_logprobs").where
-            raise DecodeError(
-                "an output", where, error.reason, self.engine_index, self.request_id
-            ) from error
+            raise self._decode_error(error.add_path(".new_logprobs")) from error
+        if self.answer_checks:
+            self._check_logprobs(completion)
+
+    def _check_logprobs(self, completion: Completion) -> None:
+        """Check what the client has not decoded."""
+        try:
+            for check in self.answer_checks:
+                if isinstance(check, LogprobsCheck):
+                    check.check_tokens(len(completion.token_ids), completion.logprobs)
+        except CodecError as error:
+            raise self._decode_error(error) from error
+
+    def _decode_error(self, error: CodecError) -> DecodeError:
+        return DecodeError(
+            "an output", error.where, error.reason, self.engine_index, self.request_id
+        )
 
     def _add_extras(self, completion: Completion) -> None:
         outputs, self._outputs_with_extras = self._outputs_with_extras, []
@@ -389,13 +404,6 @@ def _remotely_cached_tokens(params: EngineCoreSamplingParams | None) -> int | No
         return None
     cached = transfer.get("remote_prefill_cached_tokens")
     return cached if type(cached) is int else None
-
-
-def _columns(count: int | None, token_ids: Sequence[int] | None) -> int | None:
-    """How many columns were asked for, that of the token itself too; None is all."""
-    if count is None:
-        count = 0 if token_ids is None else len(token_ids)
-    return None if count < 0 else count + 1
 
 
 def _present(parts: Iterable[T | None]) -> list[T]:

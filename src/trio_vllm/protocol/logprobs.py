@@ -200,7 +200,10 @@ class LogprobsCollector:
     __slots__ = ("_columns", "_parts", "_rows")
 
     def __init__(self, columns: int | None) -> None:
-        """Keep this many columns of each row: the engine sends those of the widest request."""
+        """Keep this many columns of each row: the engine sends those of the widest request.
+
+        With None all are kept. Narrower rows are left to be decoded.
+        """
         self._columns = columns
         self._parts: list[_Rows | Logprobs] = []
         self._rows: _Rows | None = None
@@ -226,7 +229,9 @@ class LogprobsCollector:
             and len(ranks) == rank_size
         ):
             return False
-        if self._columns is not None and columns > self._columns:
+        if columns != self._columns is not None:
+            if columns < self._columns:
+                return False
             columns = self._columns
             ids, values = ids[: columns * id_size], values[: columns * _VALUE_SIZE]
         rows = self._rows
