@@ -16,7 +16,7 @@ from tests.ready import ready_response
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_vllm.client import EngineCoreClient, OutputStream, run_client
-from trio_vllm.client.waves import RESUBSCRIBE_GRACE
+from trio_vllm.client.waves import RESUBSCRIBE_GRACE, WaveLeader
 from trio_vllm.errors import DecodeError, EngineDeadError
 from trio_vllm.protocol import (
     COORDINATOR_READY,
@@ -199,6 +199,17 @@ async def test_a_stranger_that_subscribes_and_leaves_hurts_nobody(
         await trio.sleep(2 * RESUBSCRIBE_GRACE)
 
         assert world.client.is_healthy
+
+
+@pytest.mark.parametrize("is_lockstep", [True, False])
+def test_subscribers_that_are_gone_are_not_kept(is_lockstep: bool) -> None:
+    leader = WaveLeader([0, 1], is_lockstep=is_lockstep, subscribers=[40, 41])
+    for stranger in range(100, 30_000):
+        leader.receive_subscription([SUBSCRIBE], stranger)
+        leader.lose_connection(stranger, 0.0)
+
+    assert leader.subscriber_count == 2
+    assert leader.next_deadline == math.inf
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -90,6 +90,11 @@ class WaveLeader:
         """The wave that the engines run, or will run next."""
         return self._waves.current_wave
 
+    @property
+    def subscriber_count(self) -> int:
+        """How many connections have subscribed to the broadcasts and are not lost."""
+        return len(self._subscribers)
+
     def engine_of(self, connection: int | None) -> int | None:
         """The engine that is known to send its notices by this connection."""
         return self._connections.engine_of(connection)
@@ -130,10 +135,10 @@ class WaveLeader:
 
     def lose_connection(self, connection: int | None, now: float) -> None:
         """A connection broke; if it had subscribed, an engine may hear no broadcasts any more."""
-        if not self._is_lockstep or connection not in self._subscribers:
+        if connection not in self._subscribers:
             return
         self._subscribers.remove(connection)
-        if len(self._subscribers) < self._engine_count:
+        if self._is_lockstep and len(self._subscribers) < self._engine_count:
             self.next_deadline = min(self.next_deadline, now + RESUBSCRIBE_GRACE)
 
     def expire(self, now: float) -> EngineDeadError | None:

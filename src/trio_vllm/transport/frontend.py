@@ -156,9 +156,10 @@ class HandshakeOwner:
             outputs=[self._bind_and_name(sockets.outputs, self.output_address)],
         )
         broadcasts: ZmqSocket | None = None
+        subscribers: ConnectionTable | None = None
         coordination: LeaderChannels | None = None
         if self.coordinator:
-            broadcasts, _ = sockets.open(SocketType.XPUB, SMALL_MESSAGES_ONLY)
+            broadcasts, subscribers = sockets.open(SocketType.XPUB, SMALL_MESSAGES_ONLY)
             notices, _ = sockets.open(SocketType.PULL, OUTPUTS_BOUNDED)
             coordination = LeaderChannels(broadcasts, broadcasts, notices)
             addresses = attrs.evolve(
@@ -170,7 +171,7 @@ class HandshakeOwner:
         init = HandshakeInit(addresses=addresses, parallel_config=dict(self.parallel_config))
         encoded = encode_init(init)
         socket.bind(self.handshake_address)
-        return coordination, Handshake(socket, connections, encoded, broadcasts)
+        return coordination, Handshake(socket, connections, encoded, broadcasts, subscribers)
 
     def _bind_and_name(self, socket: ZmqSocket, address: str | None = None) -> str:
         """Bind a socket, to any port if no address is given; gives the address to tell engines."""
