@@ -661,6 +661,14 @@ class FrontendCore:
         except DecodeError as error:
             self.fail(error)
 
+    def coordinator_changed(self, now: float, *, is_open: bool) -> None:
+        """Note that the connection to the coordinator in another process broke, or is back."""
+        assert isinstance(self._waves, WaveFollower)
+        if is_open:
+            self._waves.regain_coordinator()
+        else:
+            self._waves.lose_coordinator(now)
+
     # Ends ---------------------------------------------------------------------------------------
 
     def disconnected(
@@ -686,15 +694,14 @@ class FrontendCore:
     @property
     def next_deadline(self) -> float:
         """When `tick` should be called next; may be infinity."""
-        engines, waves = self._engines.next_deadline, self._waves
-        leader = waves.next_deadline if isinstance(waves, WaveLeader) else math.inf
-        return min(engines, leader, self._stall_check)
+        waves = math.inf if self._waves is None else self._waves.next_deadline
+        return min(self._engines.next_deadline, waves, self._stall_check)
 
     def tick(self, now: float) -> None:
         """Mark those engines dead whose deadline has passed, and look for stalled ones."""
         for engine, cause in self._engines.expired(now):
             self._mark_dead(engine, CONNECTION_LOST, cause)
-        if isinstance(self._waves, WaveLeader) and (error := self._waves.expire(now)):
+        if self._waves is not None and (error := self._waves.expire(now)):
             _log.error("%s", error)
             self.fail(error)
         if self._stall_check <= now:

@@ -29,6 +29,7 @@ from trio_vllm.transport import (
     FollowerChannels,
     FrameReceiver,
     LeaderChannels,
+    Link,
     Received,
 )
 
@@ -91,8 +92,10 @@ class CoreDriver:
                     partial(receive, subscriptions, core.receive_subscription),
                     partial(receive, notices, core.receive_notice),
                 ]
-            case FollowerChannels(publications=publications):
+            case FollowerChannels(publications=publications, link=link):
                 tasks.append(partial(receive, publications, core.receive_publication))
+                if link is not None:
+                    tasks.append(partial(self._watch_coordinator, link))
         async with running(*tasks):
             try:
                 yield
@@ -317,6 +320,13 @@ class CoreDriver:
             self.core.disconnected(
                 now, engine_index=broken.engine_index, connection=broken.connection
             )
+            self._follow_up()
+
+    async def _watch_coordinator(self, link: Link) -> None:
+        """Task: tell the core when the connection to the coordinator breaks, and is back."""
+        while True:
+            is_open = await link.wait_change()
+            self.core.coordinator_changed(trio.current_time(), is_open=is_open)
             self._follow_up()
 
     async def _receive_coordination(

@@ -358,6 +358,7 @@ class OutgoingConnection:
         """Where it stands, in words."""
         self._monitor = monitor
         self._times_open = 0
+        self._is_open = False
         self._is_lost = False
         self._is_foreign = False
 
@@ -390,6 +391,14 @@ class OutgoingConnection:
         while not self._is_lost:
             self._take(await self._monitor.receive())
 
+    async def wait_change(self) -> bool:
+        """Wait until it opens or breaks, for the first time or again; whether it is open now."""
+        await trio.lowlevel.checkpoint()
+        was_open = self._is_open
+        while self._is_open is was_open:
+            self._take(await self._monitor.receive())
+        return self._is_open
+
     def _take(self, event: PeerEvent) -> None:
         state = self.state
         match event.kind:
@@ -400,10 +409,11 @@ class OutgoingConnection:
                 self.state = f"who listens at {self.address} does not speak ZeroMQ"
             case PeerEventKind.HANDSHAKE_SUCCEEDED:
                 self._times_open += 1
+                self._is_open = True
                 again = " again" if self._times_open > 1 else ""
                 self.state = f"{self.address} is connected{again}"
             case PeerEventKind.DISCONNECTED if self._times_open:
-                self._is_lost = True
+                self._is_lost, self._is_open = True, False
                 self.state = f"{self.address} closed the connection"
         if self.state != state:
             # That it is open goes without saying if it is connected in a moment.
