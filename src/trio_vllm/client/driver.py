@@ -263,8 +263,8 @@ class CoreDriver:
         while True:
             batch = await outputs.receive_batch(limit)
             while batch:
-                waiting = iter(batch)
-                while self._hand_out(waiting):
+                rest = self._hand_out(batch)
+                while self._is_more_than_a_slice(rest):
                     self._follow_up()
                     await trio.lowlevel.checkpoint()
                 batch = self._receive_more(outputs) if len(batch) == limit else []
@@ -275,14 +275,18 @@ class CoreDriver:
             self.core.resume_sending()
             self._follow_up()
 
-    def _hand_out(self, waiting: Iterator[Received]) -> bool:
-        """Give messages to the core, for one slice of time; whether it was too short for all."""
-        now, end = trio.current_time(), perf_counter() + self._slice_time
-        for frames, connection in waiting:
-            self.core.receive(frames, connection, now)
-            if perf_counter() > end:
-                return True
-        return False
+    def _hand_out(self, batch: list[Received]) -> Iterator[None]:
+        """Give messages to the core; yields after each, and within those that take long."""
+        core, receive_small = self.core, self.core.receive_small
+        for frames, connection in batch:
+            if not receive_small(frames, connection):
+                yield from core.receive_in_pieces(frames, connection)
+            yield
+
+    def _is_more_than_a_slice(self, work: Iterator[None]) -> bool:
+        """Go on with some work for one slice of time; whether that was too short for all of it."""
+        end = perf_counter() + self._slice_time
+        return any(perf_counter() > end for _ in work)
 
     def _receive_more(self, receiver: FrameReceiver) -> list[Received]:
         try:
