@@ -145,7 +145,7 @@ def split(
 ) -> Generator[None, None, tuple[list[PackedPiece], int]]:
     """Split so many objects into pieces of a size; gives them, and where the last ends.
 
-    Yields from time to time, and raises like `skip`.
+    Yields after each, and raises like `skip`.
     """
     pieces = []
     while count:
@@ -154,6 +154,5 @@ def split(
         end = match.end() if match else (yield from skip(payload, at, number))
         pieces.append(PackedPiece(payload, at, end, number))
         at, count = end, count - number
-        if len(pieces) % (OBJECTS_AT_ONCE // size + 1) == 0:
-            yield
+        yield
     return pieces, at
