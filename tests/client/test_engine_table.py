@@ -125,3 +125,16 @@ def test_what_comes_by_no_known_connection_is_believed_if_an_engine_is_named() -
 
     assert [connections.claim(None, index) for index in (0, 1, 0, 2)] == [True, True, True, False]
     assert connections.engine_of(None) is None
+
+
+def test_strangers_that_come_and_go_are_not_kept() -> None:
+    """Whatever engines they name, and if one of them is taken for an engine."""
+    connections = EngineConnections([0, 1])
+    connections.claim(0, 0, has_output=True)
+    for stranger in range(1, 30_000):
+        for has_output in (False, True):
+            for engine_index in (0, 1, 2):
+                connections.claim(stranger, engine_index, has_output=has_output)
+
+    assert len(connections) == 2
+    assert connections.engine_of(0) == 0

@@ -16,7 +16,7 @@ from tests.ready import ready_response
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_vllm.client import EngineCoreClient, OutputStream, run_client
-from trio_vllm.client.waves import RESUBSCRIBE_GRACE
+from trio_vllm.client.waves import RESUBSCRIBE_GRACE, WaveLeader
 from trio_vllm.errors import DecodeError, EngineDeadError
 from trio_vllm.protocol import (
     COORDINATOR_READY,
@@ -49,6 +49,8 @@ class Lockstep:
     from_client: MemoryReceiver
     """Broadcasts to engines, or notices to a coordinator."""
     subscriptions: MemorySender
+    link: trio.MemorySendChannel[bool]
+    """Whether the connection to a coordinator is open, from now on."""
 
     async def submit(self, request_id: str, rank: int) -> EngineCoreRequest:
         """Send a request; gives what the engine got."""
@@ -82,6 +84,16 @@ class Lockstep:
         return [decode_coordinator_broadcast(frames) for frames in self.sent()]
 
 
+@attrs.define
+class FakeLink:
+    """A connection that opens and breaks as a test tells it."""
+
+    changes: trio.MemoryReceiveChannel[bool]
+
+    async def wait_change(self) -> bool:
+        return await self.changes.receive()
+
+
 @asynccontextmanager
 async def open_lockstep(
     *, leads: bool, version: str = "0.33.0", data_parallel_size: int = 2
@@ -92,6 +104,7 @@ async def open_lockstep(
     to_client, client_receives = open_memory_connection()
     client_sends, from_client = open_memory_connection()
     subscribe, subscriptions = open_memory_connection()
+    link, changes = trio.open_memory_channel[bool](math.inf)
     responses = {
         index: ready_response(index, vllm_version=version, data_parallel_size=data_parallel_size)
         for index in range(2)
@@ -99,13 +112,13 @@ async def open_lockstep(
     coordination: LeaderChannels | FollowerChannels = (
         LeaderChannels(client_sends, subscriptions, client_receives, frozenset({40, 41}))
         if leads
-        else FollowerChannels(client_receives, client_sends)
+        else FollowerChannels(client_receives, client_sends, FakeLink(changes))
     )
     channels = EngineChannels("in", "out", responses, router, outputs, disconnects, coordination)
     inboxes = [router.connect(EngineId.of(index)) for index in responses]
     async with run_client(channels) as client:
         await wait_all_tasks_blocked()
-        yield Lockstep(client, inboxes, send_disconnects, to_client, from_client, subscribe)
+        yield Lockstep(client, inboxes, send_disconnects, to_client, from_client, subscribe, link)
 
 
 async def test_leader_wakes_the_others(autojump_clock: MockClock) -> None:
@@ -199,6 +212,17 @@ async def test_a_stranger_that_subscribes_and_leaves_hurts_nobody(
         await trio.sleep(2 * RESUBSCRIBE_GRACE)
 
         assert world.client.is_healthy
+
+
+@pytest.mark.parametrize("is_lockstep", [True, False])
+def test_subscribers_that_are_gone_are_not_kept(is_lockstep: bool) -> None:
+    leader = WaveLeader([0, 1], is_lockstep=is_lockstep, subscribers=[40, 41])
+    for stranger in range(100, 30_000):
+        leader.receive_subscription([SUBSCRIBE], stranger)
+        leader.lose_connection(stranger, 0.0)
+
+    assert leader.subscriber_count == 2
+    assert leader.next_deadline == math.inf
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -302,6 +326,43 @@ async def test_follower_stamps_the_published_wave(autojump_clock: MockClock) -> 
 
         assert (await world.submit("b", 1)).current_wave == 7
         assert world.sent() == []
+
+
+@pytest.mark.parametrize("size", [1, 2])
+async def test_a_follower_that_loses_its_coordinator_is_lost_with_the_engines(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture, size: int
+) -> None:
+    """They wake each other by way of it; those without waves need none, and there it is only told."""
+    async with open_lockstep(leads=False, data_parallel_size=size) as world:
+        world.link.send_nowait(False)
+        await trio.sleep(RESUBSCRIBE_GRACE * 0.9)
+        assert world.client.is_healthy
+        assert [record.message for record in caplog.records] == [
+            "the connection to the coordinator was lost"
+        ]
+        await trio.sleep(RESUBSCRIBE_GRACE * 0.2)
+
+        assert world.client.is_healthy == (size == 1)
+        if size == 2:
+            failure = await world.client.wait_failed()
+            assert str(failure) == "an engine is dead: the coordinator is gone"
+
+
+async def test_a_coordinator_that_is_back_soon_is_followed(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may have started anew meanwhile, so that its first wave may be any."""
+    async with open_lockstep(leads=False) as world:
+        await world.publish(7, running=False)
+        for _ in range(2):
+            for is_open in (False, True):
+                world.link.send_nowait(is_open)
+                await trio.sleep(RESUBSCRIBE_GRACE / 2)
+        await trio.sleep(2 * RESUBSCRIBE_GRACE)
+        await world.publish(2**31, running=False)
+
+        assert (await world.submit("a", 0)).current_wave == 2**31
+        assert caplog.messages.count("the coordinator is connected again") == 2
 
 
 async def test_follower_tells_an_old_coordinator_of_first_requests(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import trio
 from tests.mock.driver import pack_add, raw_request
+from tests.proxy import open_proxy
 from tests.transport.startup import RawFrontend
 
 from trio_vllm import (
@@ -228,6 +229,29 @@ async def test_without_reconnect_the_first_frontend_has_to_come(folder: Path) ->
     assert caught.value.engine_index == 0
 
 
+async def test_a_frozen_frontend_is_noticed_by_heartbeats(folder: Path) -> None:
+    """Its connection stands, but carries nothing any more."""
+    options = options_for(folder, reconnect=False, heartbeat_timeout=1.0)
+    async with open_context() as context:
+        frontend = RawFrontend.bind(context, folder)
+        output = frontend.outputs[0].bind("tcp://127.0.0.1:0")
+        async with open_proxy(output) as proxy, trio.open_nursery() as nursery:
+
+            async def answer_and_freeze() -> None:
+                identity, _ = await frontend.handshake.receive()
+                init = encode_init(frontend.init(outputs=[proxy.address]))
+                frontend.handshake.send_nowait([identity, *init])
+                await frontend.inputs[0].receive()
+                while not proxy.connections:  # noqa: ASYNC110 (nobody tells)
+                    await trio.sleep(0.01)
+                await trio.sleep(0.1)
+                proxy.connections[0].freeze()
+
+            nursery.start_soon(answer_and_freeze)
+            with pytest.raises(EngineDeadError, match=f"gone .{proxy.address}"):
+                await Serving(options).run()
+
+
 async def test_with_reconnect_engines_wait_for_ever(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -399,6 +423,7 @@ async def test_several_clients_and_what_engines_say_of_themselves(folder: Path) 
         ("engine_start_index", -1),
         ("engine_start_index", 65_536),
         ("startup_timeout", 0.0),
+        ("heartbeat_timeout", 0.0),
         ("shutdown_timeout", -1.0),
         ("handshake_address", "nowhere"),
         ("handshake_address", "tcp://127.0.0.1:0"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -15,10 +17,13 @@ from tests.ready import ready_response
 from tests.transport.peers import LIMIT
 from tests.transport.startup import RawEngine, RawFrontend, beside
 
-from trio_vllm.protocol import encode_init
+from trio_vllm.errors import StartupError
+from trio_vllm.protocol import EngineAddresses, encode_init, encode_ready_response
 from trio_vllm.transport import (
+    Bootstrapped,
     Disconnect,
     EngineChannels,
+    FollowerChannels,
     FrontendDisconnect,
     HandshakeOwner,
     join_frontend,
@@ -169,3 +174,69 @@ async def test_engine_is_told_of_its_clients_connections(
                 lost = await channels.disconnects.receive()
 
     assert lost == FrontendDisconnect(proxy.address, 0)
+
+
+def bootstrapped(folder: Path, coordinator: str, **options: Any) -> Bootstrapped:
+    """Follows a coordinator that listens, or will, at this address."""
+    return Bootstrapped(
+        input_address=f"ipc://{folder}/in",
+        output_address=f"ipc://{folder}/out",
+        coordinator_address=coordinator,
+        **options,
+    )
+
+
+async def register_in_lockstep(context: ZmqContext, mode: Bootstrapped) -> None:
+    await trio.lowlevel.checkpoint()
+    engine = RawEngine(context, "ipc:///nowhere")
+    addresses = EngineAddresses(inputs=[mode.input_address], outputs=[mode.output_address])
+    response = attrs.evolve(ready_response(0), data_parallel_size=2)
+    engine.register(addresses, *map(bytes, encode_ready_response(response)))
+
+
+@pytest.mark.parametrize("how", ["reset", "freeze"])
+async def test_follower_is_told_of_its_coordinators_connection(
+    context: ZmqContext, tmp_path: Path, how: str
+) -> None:
+    """That it broke, and that it is back."""
+    publisher = context.socket(SocketType.XPUB)
+    with trio.fail_after(LIMIT):
+        async with open_proxy(publisher.bind("tcp://127.0.0.1:0")) as proxy:
+            mode = bootstrapped(tmp_path, proxy.address, heartbeat_timeout=0.6)
+            async with (
+                beside(partial(register_in_lockstep, context, mode)),
+                mode.connect() as channels,
+            ):
+                assert isinstance(channels.coordination, FollowerChannels)
+                link = channels.coordination.link
+                assert link is not None
+                assert await publisher.receive() == [b"\x01"]
+                begin = trio.current_time()
+                if how == "freeze":
+                    proxy.connections[0].freeze()
+                else:
+                    await proxy.connections[0].reset()
+
+                assert [await link.wait_change(), await link.wait_change()] == [False, True]
+                assert trio.current_time() - begin < TOLD_WITHIN
+
+                async def publish() -> None:
+                    while await publisher.receive() != [b"\x01"]:
+                        pass
+                    publisher.send_nowait([b"published"])
+
+                async with beside(publish):  # ØMQ subscribes again when there is a receiver
+                    batch = await channels.coordination.publications.receive_batch(5)
+                    assert [frames for frames, _ in batch] == [[b"published"]]
+
+
+async def test_coordinator_that_does_not_listen(context: ZmqContext, tmp_path: Path) -> None:
+    mode = bootstrapped(tmp_path, f"ipc://{tmp_path}/nobody", ready_timeout=0.5)
+    with trio.fail_after(LIMIT):
+        async with beside(partial(register_in_lockstep, context, mode)):
+            with pytest.raises(StartupError) as caught:
+                async with mode.connect():
+                    raise AssertionError("it did not fail")
+
+    assert caught.value.phase == "the connection to the coordinator"
+    assert f"nobody listens at ipc://{tmp_path}/nobody" in str(caught.value)

@@ -12,6 +12,7 @@ from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 from trio_vllm.concurrency import Waker
 from trio_vllm.transport import Disconnect
 from trio_vllm.transport.zmq_monitor import (
+    MAX_GONE,
     ConnectionTable,
     PeerEvent,
     PeerEventKind,
@@ -245,6 +246,31 @@ async def test_end_is_told_before_the_beginning(engines: Rig) -> None:
     await wait_all_tasks_blocked()
 
     assert engines.lost_engines == [0]
+
+
+@pytest.mark.parametrize("of_engines", [True, False])
+async def test_strangers_that_come_and_go_are_forgotten(
+    of_engines: bool, nursery: trio.Nursery
+) -> None:
+    """Whatever they said; an engine that came before them is still known."""
+    rig = make_rig(nursery, of_engines=of_engines)
+    rig.accept(11)
+    if of_engines:
+        rig.register(0, 11)
+    for number in range(30_000):
+        rig.accept(12 + number % 3)
+        if number % 2:
+            rig.receive(12 + number % 3)
+        rig.disconnect(12 + number % 3)
+    await wait_all_tasks_blocked()
+
+    assert rig.table.connection_count == 30_001
+    assert rig.table.known_count <= 4 + MAX_GONE
+    assert rig.table.non_zmq_connections == 15_000
+    rig.disconnects.clear()
+    rig.disconnect(11)
+    await wait_all_tasks_blocked()
+    assert rig.lost_engines == ([0] if of_engines else [])
 
 
 # Receiving --------------------------------------------------------------------------------------

@@ -125,6 +125,34 @@ async def test_engine_that_restarts_when_the_gate_is_open(
             assert list(links.ready_responses) == [0, 1]
 
 
+async def test_subscribers_that_leave_during_the_startup_are_forgotten(
+    context: ZmqContext, engines: list[RawEngine], address: str
+) -> None:
+    first, other = engines
+
+    async def start_twice() -> None:
+        addresses = await first.say_hello()
+        first.subscribe(addresses)
+        other.subscribe(await other.say_hello())
+        assert await first.broadcasts.receive() == [b"READY"]
+        for _ in range(5):
+            stranger = RawEngine(context, address)
+            stranger.subscribe(addresses)
+            assert await stranger.broadcasts.receive() == [b"READY"]
+            stranger.die()
+            await trio.sleep(TICK / 5)
+        for engine in engines:
+            engine.register(addresses, registration(engine))
+            engine.say_ready()
+
+    mode = HandshakeOwner(handshake_address=address, engine_count=2, coordinator=True)
+    with trio.fail_after(LIMIT):
+        async with beside(start_twice), mode.connect() as links:
+            assert isinstance(links.coordination, LeaderChannels)
+            # The loss of the last may not have been known when there was reason to look.
+            assert len(links.coordination.subscribers) <= 3
+
+
 async def test_lockstep_without_coordinator(engines: list[RawEngine], address: str) -> None:
     """A request would wait for ever."""
 

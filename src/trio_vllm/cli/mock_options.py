@@ -52,6 +52,7 @@ def _with_no_limit(value: float) -> str:
 SPECIAL = {
     "supported_tasks": Parameter(converter=_split, show_default=",".join),
     "startup_timeout": Parameter(show_default=_with_no_limit),
+    "heartbeat_timeout": Parameter(show_default=_with_no_limit),
     "reconnect": Parameter(negative="--no-reconnect"),
     "schedule": Parameter(negative="--no-schedule", show_default=False),
     "enable_chunked_prefill": Parameter(negative="--no-enable-chunked-prefill"),

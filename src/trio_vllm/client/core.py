@@ -32,7 +32,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -85,6 +85,7 @@ from trio_vllm.protocol import (
     UndecodedBatch,
     UtilityCallOutput,
     UtilityRequest,
+    decode_outputs_in_pieces,
     decode_outputs_lazily,
     encode_utility,
     plain_token_ids,
@@ -96,6 +97,9 @@ _log = logging.getLogger("trio_vllm.client")
 
 StatsListener = Callable[[int, SchedulerStats], None]
 """Is called with an engine's index and its statistics."""
+
+SMALL = 8 * 1024
+"""Bytes of a message that takes no longer than others can wait: less than a millisecond."""
 
 FROM_STRANGER = "a message from a connection that is not known to be an engine's"
 FOR_OTHER_ENGINE = "a message that names an engine which its connection does not belong to"
@@ -496,16 +500,43 @@ class FrontendCore:
 
     # Messages that come -------------------------------------------------------------------------
 
-    def receive(self, frames: Frames, connection: int | None, now: float) -> None:
+    def receive(self, frames: Frames, connection: int | None) -> None:
         """Handle a message of the output socket; ``connection`` is the number of its connection."""
+        if not self.receive_small(frames, connection):
+            for _ in self.receive_in_pieces(frames, connection):
+                pass
+
+    def receive_small(self, frames: Frames, connection: int | None) -> bool:
+        """Handle a message like `receive` if it is small, and a batch as most are; whether it was."""
+        connections = self._connections
+        if len(frames) != 1 or len(frames[0]) > SMALL or not connections.is_proved(connection):
+            return False
+        sender = connections.engine_of(connection)
+        try:
+            batch = decode_outputs_lazily(frames)
+            if not isinstance(batch, UndecodedBatch) or batch.engine_index != sender:
+                return False
+            engine = self._engines.by_index[sender]
+            if engine.state is not EngineState.DEAD:
+                self._receive_rows(engine, batch.rows, batch)
+                self._receive_rest(engine, batch)
+        except DecodeError as error:
+            self._receive_undecodable(sender, error)
+        return True
+
+    def receive_in_pieces(self, frames: Frames, connection: int | None) -> Iterator[None]:
+        """Handle a message like `receive`; yields whenever others may have a turn.
+
+        Anything may be called in between, except for another message of the output socket.
+        """
         sender = self._connections.engine_of(connection)
         try:
-            message = decode_outputs_lazily(frames)
+            message = yield from decode_outputs_in_pieces(frames)
             if isinstance(message, EngineDead):
                 self._receive_sentinel(sender)
-            elif self._claim(connection, message):
+            elif (yield from self._claim(connection, message)):
                 sender = message.engine_index
-                self._receive_from(self._engines.by_index[sender], message)
+                yield from self._receive_from(self._engines.by_index[sender], message)
             else:
                 self._drop(FOR_OTHER_ENGINE)
         except DecodeError as error:
@@ -515,34 +546,52 @@ class FrontendCore:
         self,
         connection: int | None,
         message: UndecodedBatch | UtilityCallOutput | DpControlOutput,
-    ) -> bool:
+    ) -> Generator[None, None, bool]:
         """Whether a message is of the engine that it names."""
         connections, index = self._connections, message.engine_index
         if connections.is_proved(connection):
             return connections.engine_of(connection) == index
         has_output = False
         if isinstance(message, UndecodedBatch) and (engine := self._engines.by_index.get(index)):
-            has_output = any(row_request_id(row) in engine.requests for row in message.rows)
+            for rows in message.row_pieces():
+                if has_output := any(row_request_id(row) in engine.requests for row in rows):
+                    break
+                yield
         return connections.claim(connection, index, has_output=has_output)
 
     def _receive_from(
         self, engine: Engine, message: UndecodedBatch | UtilityCallOutput | DpControlOutput
-    ) -> None:
+    ) -> Iterator[None]:
         if engine.state is EngineState.DEAD:
             return
         if isinstance(message, UndecodedBatch):
-            self._receive_batch(engine, message)
+            yield from self._receive_batch(engine, message)
         elif isinstance(message, UtilityCallOutput):
             self._utility_calls.receive(engine.index, message.output)
         else:
             _log.warning("engine %d sent a wave notice here", engine.index)
 
-    def _receive_batch(self, engine: Engine, batch: UndecodedBatch) -> None:
+    def _receive_batch(self, engine: Engine, batch: UndecodedBatch) -> Iterator[None]:
+        for rows in batch.row_pieces():
+            self._receive_rows(engine, rows, batch)
+            yield
+            if engine.state is EngineState.DEAD:
+                return
+        self._receive_rest(engine, batch)
+
+    def _receive_rest(self, engine: Engine, batch: UndecodedBatch) -> None:
+        """Take in what a batch has besides rows."""
+        if batch.finished_requests:
+            self._receive_finished(engine, batch.finished_requests)
+        if batch.has_stats:
+            self._receive_stats(engine, batch)
+
+    def _receive_rows(self, engine: Engine, rows: list[Any], batch: UndecodedBatch) -> None:
         """Hand each row to its sink: the hot path of the whole client."""
         sinks, timestamp, version = engine.requests, batch.timestamp, batch.weight_version
-        if batch.rows:
+        if rows:
             engine.has_moved = True
-        for row in batch.rows:
+        for row in rows:
             token_ids = plain_token_ids(row)
             if token_ids is not None:
                 request_id = row[0]
@@ -560,10 +609,6 @@ class FrontendCore:
             elif self._receive_logprobs(engine, row, batch):
                 continue
             self._receive_row(engine, row, batch)
-        if batch.finished_requests:
-            self._receive_finished(engine, batch.finished_requests)
-        if batch.has_stats:
-            self._receive_stats(engine, batch)
 
     def _receive_logprobs(self, engine: Engine, row: Any, batch: UndecodedBatch) -> bool:
         """Hand over a row of one token with its log probabilities; False if it is another one."""
@@ -685,6 +730,14 @@ class FrontendCore:
         except DecodeError as error:
             self.fail(error)
 
+    def coordinator_changed(self, now: float, *, is_open: bool) -> None:
+        """Note that the connection to the coordinator in another process broke, or is back."""
+        assert isinstance(self._waves, WaveFollower)
+        if is_open:
+            self._waves.regain_coordinator()
+        else:
+            self._waves.lose_coordinator(now)
+
     # Ends ---------------------------------------------------------------------------------------
 
     def disconnected(
@@ -710,15 +763,14 @@ class FrontendCore:
     @property
     def next_deadline(self) -> float:
         """When `tick` should be called next; may be infinity."""
-        engines, waves = self._engines.next_deadline, self._waves
-        leader = waves.next_deadline if isinstance(waves, WaveLeader) else math.inf
-        return min(engines, leader, self._stall_check)
+        waves = math.inf if self._waves is None else self._waves.next_deadline
+        return min(self._engines.next_deadline, waves, self._stall_check)
 
     def tick(self, now: float) -> None:
         """Mark those engines dead whose deadline has passed, and look for stalled ones."""
         for engine, cause in self._engines.expired(now):
             self._mark_dead(engine, CONNECTION_LOST, cause)
-        if isinstance(self._waves, WaveLeader) and (error := self._waves.expire(now)):
+        if self._waves is not None and (error := self._waves.expire(now)):
             _log.error("%s", error)
             self.fail(error)
         if self._stall_check <= now:

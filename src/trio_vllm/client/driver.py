@@ -29,6 +29,7 @@ from trio_vllm.transport import (
     FollowerChannels,
     FrameReceiver,
     LeaderChannels,
+    Link,
     Received,
 )
 
@@ -91,8 +92,10 @@ class CoreDriver:
                     partial(receive, subscriptions, core.receive_subscription),
                     partial(receive, notices, core.receive_notice),
                 ]
-            case FollowerChannels(publications=publications):
+            case FollowerChannels(publications=publications, link=link):
                 tasks.append(partial(receive, publications, core.receive_publication))
+                if link is not None:
+                    tasks.append(partial(self._watch_coordinator, link))
         async with running(*tasks):
             try:
                 yield
@@ -261,8 +264,8 @@ class CoreDriver:
         while True:
             batch = await outputs.receive_batch(limit)
             while batch:
-                waiting = iter(batch)
-                while self._hand_out(waiting):
+                rest = self._hand_out(batch)
+                while self._is_more_than_a_slice(rest):
                     self._follow_up()
                     await trio.lowlevel.checkpoint()
                 batch = self._receive_more(outputs) if len(batch) == limit else []
@@ -273,14 +276,18 @@ class CoreDriver:
             self.core.resume_sending()
             self._follow_up()
 
-    def _hand_out(self, waiting: Iterator[Received]) -> bool:
-        """Give messages to the core, for one slice of time; whether it was too short for all."""
-        now, end = trio.current_time(), perf_counter() + self._slice_time
-        for frames, connection in waiting:
-            self.core.receive(frames, connection, now)
-            if perf_counter() > end:
-                return True
-        return False
+    def _hand_out(self, batch: list[Received]) -> Iterator[None]:
+        """Give messages to the core; yields after each, and within those that take long."""
+        core, receive_small = self.core, self.core.receive_small
+        for frames, connection in batch:
+            if not receive_small(frames, connection):
+                yield from core.receive_in_pieces(frames, connection)
+            yield
+
+    def _is_more_than_a_slice(self, work: Iterator[None]) -> bool:
+        """Go on with some work for one slice of time; whether that was too short for all of it."""
+        end = perf_counter() + self._slice_time
+        return any(perf_counter() > end for _ in work)
 
     def _receive_more(self, receiver: FrameReceiver) -> list[Received]:
         try:
@@ -318,6 +325,13 @@ class CoreDriver:
             self.core.disconnected(
                 now, engine_index=broken.engine_index, connection=broken.connection
             )
+            self._follow_up()
+
+    async def _watch_coordinator(self, link: Link) -> None:
+        """Task: tell the core when the connection to the coordinator breaks, and is back."""
+        while True:
+            is_open = await link.wait_change()
+            self.core.coordinator_changed(trio.current_time(), is_open=is_open)
             self._follow_up()
 
     async def _receive_coordination(

@@ -271,7 +271,8 @@ class EngineConnections:
     connection becomes an engine's with its first well-formed message that names the engine, which
     has no other connection to this socket. It stays the engine's, since an engine whose connection
     breaks is lost; unless all that has come by it was a name, and then an output comes of a request
-    that another engine has, one without a connection: that is proof, the name was a mistake.
+    that another engine has, one without a connection: that is proof, the name was a mistake. So no
+    more connections are kept than there are engines, however many come and go.
 
     A transport that does not tell connections apart gives None for each: then a message is taken
     for the engine's that it names.
@@ -281,6 +282,10 @@ class EngineConnections:
         self._connection_of: dict[int, int | None] = dict.fromkeys(engine_indices)
         self._engine_of: dict[int | None, int] = {}
         self._proved: set[int | None] = set()
+
+    def __len__(self) -> int:
+        """How many connections are known to be an engine's."""
+        return len(self._engine_of)
 
     def engine_of(self, connection: int | None) -> int | None:
         """The index of the engine that a connection is known to belong to."""

@@ -40,6 +40,11 @@ MAX_WAVE_LEAD = 1 << 16
 under way; what is far ahead is a mistake that no later message could put right."""
 
 
+RESUBSCRIBE_GRACE = 1.0
+"""Seconds that an engine has to connect to the broadcasts again, or we to the coordinator, which ØMQ
+does in tenths of one."""
+
+
 class WaveTracker(Protocol):
     """What the client needs of either."""
 
@@ -51,10 +56,6 @@ class WaveTracker(Protocol):
     def send_request(self, engine_index: int) -> Messages:
         """A request is sent to this engine."""
         ...
-
-
-RESUBSCRIBE_GRACE = 1.0
-"""Seconds that an engine has to connect to the broadcasts again, which ØMQ does in tenths of one."""
 
 
 class WaveLeader:
@@ -89,6 +90,11 @@ class WaveLeader:
     def current_wave(self) -> int:
         """The wave that the engines run, or will run next."""
         return self._waves.current_wave
+
+    @property
+    def subscriber_count(self) -> int:
+        """How many connections have subscribed to the broadcasts and are not lost."""
+        return len(self._subscribers)
 
     def engine_of(self, connection: int | None) -> int | None:
         """The engine that is known to send its notices by this connection."""
@@ -130,10 +136,10 @@ class WaveLeader:
 
     def lose_connection(self, connection: int | None, now: float) -> None:
         """A connection broke; if it had subscribed, an engine may hear no broadcasts any more."""
-        if not self._is_lockstep or connection not in self._subscribers:
+        if connection not in self._subscribers:
             return
         self._subscribers.remove(connection)
-        if len(self._subscribers) < self._engine_count:
+        if self._is_lockstep and len(self._subscribers) < self._engine_count:
             self.next_deadline = min(self.next_deadline, now + RESUBSCRIBE_GRACE)
 
     def expire(self, now: float) -> EngineDeadError | None:
@@ -177,6 +183,9 @@ class WaveFollower:
         self._must_notify = must_notify
         self._waves = Waves()
         self._has_heard = False
+        self._is_cut_off = False
+        self.next_deadline = math.inf
+        """When all is lost, unless the connection to the coordinator is back."""
 
     @property
     def current_wave(self) -> int:
@@ -188,6 +197,30 @@ class WaveFollower:
         if self._is_lockstep and self._must_notify and not self._waves.engines_running:
             return [encode_first_request_notice(engine_index, self._waves.current_wave)]
         return []
+
+    def lose_coordinator(self, now: float) -> None:
+        """The connection to the coordinator broke.
+
+        Engines in lockstep need one to wake each other, and if it is gone, ours is all that tells.
+        """
+        self._is_cut_off = True
+        _log.warning("the connection to the coordinator was lost")
+        if self._is_lockstep:
+            self.next_deadline = now + RESUBSCRIBE_GRACE
+
+    def regain_coordinator(self) -> None:
+        """The connection is back; the coordinator may be another one, whose first wave may be any."""
+        if self._is_cut_off:
+            _log.warning("the coordinator is connected again")
+        self._is_cut_off = self._has_heard = False
+        self.next_deadline = math.inf
+
+    def expire(self, now: float) -> EngineDeadError | None:
+        """The deadline may have passed: gives the error for all that wait then."""
+        if now < self.next_deadline:
+            return None
+        self.next_deadline = math.inf
+        return EngineDeadError(None, "the coordinator is gone")
 
     def receive_publication(self, frames: Frames) -> None:
         """The coordinator publishes the wave.

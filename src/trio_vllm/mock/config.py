@@ -513,6 +513,11 @@ class ServeOptions:
         default=math.inf, validator=_positive_seconds, metadata=LIFE
     )
     """Seconds that each answer of the frontend may take during the startup."""
+    heartbeat_timeout: float = attrs.field(
+        default=math.inf, validator=_positive_seconds, metadata=LIFE
+    )
+    """Seconds after which a frontend that does not answer ZeroMQ's heartbeats has gone. Not for one
+    that uses the zmq.rs library: it breaks the connection when it sees a heartbeat."""
     shutdown_timeout: float = attrs.field(default=0.0, validator=_seconds, metadata=LIFE)
     """Seconds that requests may take to end after SIGINT or SIGTERM; then they are aborted. A
     second signal ends all at once."""

@@ -41,6 +41,7 @@ from trio_vllm.protocol import (
     EngineCoreOutput,
     EngineCoreReadyResponse,
     EngineCoreRequest,
+    EngineMessage,
     FinishReason,
     Frames,
     HandshakeInit,
@@ -297,11 +298,15 @@ class MockEngine:
 
     def handle(self, frames: Frames, now: float) -> list[Outgoing]:
         """Take one message from an input socket; give what to send at once, often nothing."""
-        self._begin(now)
         try:
             message = decode_engine_message(frames)
         except DecodeError as error:
-            return self._refuse_undecodable(error, now)
+            return self.refuse_undecodable(error, now)
+        return self.take(message, now)
+
+    def take(self, message: EngineMessage, now: float) -> list[Outgoing]:
+        """Take a message like `handle` that is decoded."""
+        self._begin(now)
         match message:
             case EngineCoreRequest():
                 return self._add(message, now)
@@ -318,7 +323,9 @@ class MockEngine:
             self._scheduler.begin(now)
         self._is_steady, self._has_work = False, True
 
-    def _refuse_undecodable(self, error: DecodeError, now: float) -> list[Outgoing]:
+    def refuse_undecodable(self, error: DecodeError, now: float) -> list[Outgoing]:
+        """Take a message like `handle` that cannot be decoded."""
+        self._begin(now)
         request_id = error.request_id
         if request_id is None:
             self.events.ignored(str(error))

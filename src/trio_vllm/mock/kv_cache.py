@@ -10,7 +10,6 @@ with one group of full-attention layers.
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -176,10 +175,11 @@ class KvCache:
         if not self.reads_cache(table):
             return []
         count = (num_tokens - 1) // self.block_size
-        self._compute_hashes(table, count)
         found: list[int] = []
-        for block_hash in itertools.islice(table.hashes, count):
-            block = self._cached.find(block_hash)
+        for index in range(count):
+            if index == len(table.hashes):  # not before: a long prompt takes long to hash
+                self._compute_hashes(table, index + 1)
+            block = self._cached.find(table.hashes[index])
             if block is None:
                 break
             found.append(block)

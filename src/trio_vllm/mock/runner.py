@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 
 import attrs
@@ -23,8 +23,14 @@ from trio_vllm.concurrency import Waker
 from trio_vllm.errors import DecodeError
 from trio_vllm.mock.encoding import COORDINATOR, Outgoing
 from trio_vllm.mock.engine import MockEngine
-from trio_vllm.protocol import ENGINE_CORE_DEAD, Buffer, Frames, decode_coordinator_broadcast
-from trio_vllm.transport import FrameReceiver, FrameSender, FrontendChannels
+from trio_vllm.protocol import (
+    ENGINE_CORE_DEAD,
+    Buffer,
+    Frames,
+    decode_coordinator_broadcast,
+    decode_engine_message_in_pieces,
+)
+from trio_vllm.transport import FrameReceiver, FrameSender, FrontendChannels, Received
 
 BATCH = 0.00005
 """Seconds of steps whose messages are sent together."""
@@ -132,15 +138,17 @@ class EngineRunner:
         return [*pumps, *(partial(self._send_late, index) for index in self._senders)]
 
     async def _pump(
-        self, receiver: FrameReceiver, handle: Callable[[Frames], None], sender: ClientSender
+        self,
+        receiver: FrameReceiver,
+        handle: Callable[[Frames], Iterator[None]],
+        sender: ClientSender,
     ) -> None:
         while True:
             batch = await receiver.receive_batch(INPUT_LIMIT)
             end = self._clock() + self._limits.slice_seconds
             self._has_arrivals = True
             self._handling_count += 1
-            for frames, _ in batch:
-                handle(frames)
+            for _ in self._handle_all(batch, handle):
                 if self._clock() > end:
                     self._waker.wake()
                     await trio.lowlevel.checkpoint()
@@ -153,11 +161,26 @@ class EngineRunner:
             while len(sender.late) > self._limits.late_messages:
                 await sender.room.wait()
 
-    def _handle_message(self, frames: Frames) -> None:
-        if messages := self.engine.handle(frames, self._clock()):
+    def _handle_all(
+        self, batch: Sequence[Received], handle: Callable[[Frames], Iterator[None]]
+    ) -> Iterator[None]:
+        """Handle messages; yields after each, and within those that take long."""
+        for frames, _ in batch:
+            yield from handle(frames)
+            yield
+
+    def _handle_message(self, frames: Frames) -> Iterator[None]:
+        try:
+            message = yield from decode_engine_message_in_pieces(frames)
+        except DecodeError as error:
+            messages = self.engine.refuse_undecodable(error, self._clock())
+        else:
+            messages = self.engine.take(message, self._clock())
+        if messages:
             self.post(messages)
 
-    def _handle_broadcast(self, frames: Frames) -> None:
+    def _handle_broadcast(self, frames: Frames) -> Iterator[None]:
+        yield
         try:
             notice = decode_coordinator_broadcast(frames)
         except DecodeError as error:

@@ -196,6 +196,7 @@ class _Service:
                     engine_index=engine_index,
                     ready_response=partial(self._ready_response, engine_index),
                     timeout=self._options.startup_timeout,
+                    heartbeat_timeout=self._options.heartbeat_timeout,
                     output_high_water_mark=self._limits.output_high_water_mark,
                     lingers=self._limits.lingers,
                 ) as channels,

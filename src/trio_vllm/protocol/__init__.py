@@ -66,6 +66,7 @@ from trio_vllm.protocol.output import RequestErrorInfo as RequestErrorInfo
 from trio_vllm.protocol.output import UndecodedBatch as UndecodedBatch
 from trio_vllm.protocol.output import UtilityCallOutput as UtilityCallOutput
 from trio_vllm.protocol.output import decode_outputs as decode_outputs
+from trio_vllm.protocol.output import decode_outputs_in_pieces as decode_outputs_in_pieces
 from trio_vllm.protocol.output import decode_outputs_lazily as decode_outputs_lazily
 from trio_vllm.protocol.output import encode_outputs as encode_outputs
 from trio_vllm.protocol.output import plain_token_ids as plain_token_ids
@@ -83,6 +84,9 @@ from trio_vllm.protocol.request import PoolingParams as PoolingParams
 from trio_vllm.protocol.request import RequestType as RequestType
 from trio_vllm.protocol.request import StartDpWave as StartDpWave
 from trio_vllm.protocol.request import decode_engine_message as decode_engine_message
+from trio_vllm.protocol.request import (
+    decode_engine_message_in_pieces as decode_engine_message_in_pieces,
+)
 from trio_vllm.protocol.request import encode_abort as encode_abort
 from trio_vllm.protocol.request import encode_add as encode_add
 from trio_vllm.protocol.request import encode_start_dp_wave as encode_start_dp_wave

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import operator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Annotated, Any
 
 import attrs
@@ -41,6 +42,7 @@ from trio_vllm.protocol.logprobs import (
     SamplingMask,
 )
 from trio_vllm.protocol.msgpack import pack, unpack
+from trio_vllm.protocol.pieces import LARGE, PackedPiece, array_at, array_head, skip, split
 from trio_vllm.protocol.stats import PrefillStats, RequestSpecDecodeMetrics, SchedulerStats
 from trio_vllm.protocol.structs import as_array, codec_of, defaults_of, index_of
 from trio_vllm.protocol.utility import UtilityOutput
@@ -182,6 +184,10 @@ class EngineDead:
 EngineCoreOutputs = RequestBatchOutputs | UtilityCallOutput | DpControlOutput
 
 
+ROWS_AT_ONCE = 64
+"""Rows handled without a turn for others: about a millisecond, if each has log probabilities."""
+
+
 @attrs.define
 class UndecodedBatch:
     """A `RequestBatchOutputs` whose outputs and statistics are not decoded yet."""
@@ -194,6 +200,19 @@ class UndecodedBatch:
     _raw_stats: Any
     frames: Frames
     """The message; rows refer to its auxiliary frames."""
+    packed_rows: Sequence[PackedPiece] = ()
+    """The rows of a large message, which are unpacked as they are needed; ``rows`` is empty then."""
+
+    def row_pieces(self) -> Iterator[list[Any]]:
+        """Give the rows, some at a time; raises `DecodeError`."""
+        for start in range(0, len(self.rows), ROWS_AT_ONCE):
+            yield self.rows[start : start + ROWS_AT_ONCE]
+        for piece in self.packed_rows:
+            try:
+                yield piece.unpack()
+            except CodecError as error:
+                reason = error.reason
+                raise DecodeError("outputs", error.where, reason, self.engine_index) from error
 
     def decode_row(self, row: Any) -> EngineCoreOutput:
         """Decode one of the rows; a `DecodeError` has the request id, if that can be read."""
@@ -249,6 +268,7 @@ class OutputsMessage:
 
 _MESSAGE = codec_of(OutputsMessage)
 _MESSAGE_LENGTH = len(attrs.fields(OutputsMessage))
+_ROWS_INDEX = index_of(OutputsMessage, "outputs")
 
 
 # Reading ----------------------------------------------------------------------------------------
@@ -395,6 +415,45 @@ def _kind(message: OutputsMessage) -> UtilityCallOutput | DpControlOutput:
     return DpControlOutput(
         engine_index=index, wave_complete=complete, start_wave=start, timestamp=timestamp
     )
+
+
+def decode_outputs_in_pieces(
+    frames: Frames,
+) -> Generator[None, None, UndecodedBatch | UtilityCallOutput | DpControlOutput | EngineDead]:
+    """Decode like `decode_outputs_lazily`; the rows of a large message are not even unpacked.
+
+    It yields whenever others should have a turn.
+    """
+    try:
+        rows = (yield from _find_rows(frames[0])) if frames else None
+        if rows is None:
+            return decode_outputs_lazily(frames)
+        payload, (start, first, count) = frames[0], rows
+        pieces, end = yield from split(payload, first, count, ROWS_AT_ONCE)
+    except CodecError as error:
+        raise DecodeError("outputs", error.where, error.reason) from error
+    rest = b"".join((payload[:start], array_head(0), payload[end:]))
+    message = decode_outputs_lazily([rest, *frames[1:]])
+    if not isinstance(message, UndecodedBatch):
+        raise DecodeError("outputs", "", "the message is of several kinds at once")
+    message.frames, message.packed_rows = frames, pieces
+    return message
+
+
+def _find_rows(payload: Buffer) -> Generator[None, None, tuple[int, int, int] | None]:
+    """Where the array of rows begins, where the first row does, and how many there are.
+
+    None for a message that is small, not of the usual form, or has few rows.
+    """
+    message = array_at(payload, 0) if len(payload) >= LARGE else None
+    if message is None or message[0] <= _ROWS_INDEX:
+        return None
+    start = yield from skip(payload, message[1], _ROWS_INDEX)
+    rows = array_at(payload, start)
+    if rows is None or rows[0] <= ROWS_AT_ONCE:
+        return None
+    count, first = rows
+    return start, first, count
 
 
 def decode_outputs(frames: Frames) -> EngineCoreOutputs | EngineDead:

@@ -11,7 +11,7 @@ here check every field.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Annotated, Any
 
 import attrs
@@ -23,6 +23,7 @@ from trio_vllm.protocol.codec import (
     I32,
     NON_EMPTY_STR,
     STR,
+    TOKEN_IDS,
     U16,
     AuxFrames,
     Buffer,
@@ -40,8 +41,9 @@ from trio_vllm.protocol.codec import (
 )
 from trio_vllm.protocol.msgpack import decode_payload, pack, unpack
 from trio_vllm.protocol.multimodal import MultiModalFeatureSpec
+from trio_vllm.protocol.pieces import LARGE, array_at, array_head, skip, split
 from trio_vllm.protocol.sampling import EngineCoreSamplingParams
-from trio_vllm.protocol.structs import as_array, codec_of
+from trio_vllm.protocol.structs import as_array, codec_of, index_of
 from trio_vllm.protocol.utility import UTILITY_REQUEST, UtilityRequest
 
 
@@ -286,3 +288,60 @@ def _decode_add(body: Frames) -> EngineCoreRequest:
         raise DecodeError(
             "an ADD message", error.where, error.reason, request_id=request_id
         ) from error
+
+
+_PROMPT_INDEX = index_of(EngineCoreRequest, "prompt_token_ids")
+
+TOKEN_IDS_AT_ONCE = 5_000
+"""Token ids unpacked and checked without a turn for others."""
+
+
+def decode_engine_message_in_pieces(frames: Frames) -> Generator[None, None, EngineMessage]:
+    """Decode like `decode_engine_message`; yields whenever others should have a turn.
+
+    That is while a long prompt is unpacked.
+    """
+    try:
+        prompt = yield from _find_prompt(frames)
+    except CodecError as error:
+        raise DecodeError("an ADD message", error.where, error.reason) from error
+    if prompt is None:
+        return decode_engine_message(frames)
+    start, end, token_ids = prompt
+    _, payload, *aux = frames
+    request = _decode_add([b"".join((payload[:start], array_head(0), payload[end:])), *aux])
+    if isinstance(token_ids, CodecError):
+        reason = token_ids.reason
+        raise DecodeError(
+            "an ADD message", ".prompt_token_ids", reason, request_id=request.request_id
+        ) from token_ids
+    request.prompt_token_ids = token_ids
+    return request
+
+
+def _find_prompt(
+    frames: Frames,
+) -> Generator[None, None, tuple[int, int, list[int] | CodecError] | None]:
+    """Where the array of a long prompt begins and ends, and its token ids, or what is wrong with them.
+
+    None for other messages. Raises `CodecError` if the end cannot be found.
+    """
+    if len(frames) < 2 or frames[0] != _ADD or len(payload := frames[1]) < LARGE:
+        return None
+    message = array_at(payload, 0)
+    if message is None or message[0] <= _PROMPT_INDEX:
+        return None
+    start = yield from skip(payload, message[1], _PROMPT_INDEX)
+    prompt = array_at(payload, start)
+    if prompt is None or prompt[0] <= TOKEN_IDS_AT_ONCE:
+        return None
+    count, first = prompt
+    pieces, end = yield from split(payload, first, count, TOKEN_IDS_AT_ONCE)
+    token_ids: list[int] = []
+    for piece in pieces:
+        try:
+            token_ids += TOKEN_IDS.decode(piece.unpack(), ())
+        except CodecError as error:
+            return start, end, error
+        yield
+    return start, end, token_ids

@@ -10,6 +10,7 @@ from trio_vllm.transport.channels import FrameSender as FrameSender
 from trio_vllm.transport.channels import FrontendChannels as FrontendChannels
 from trio_vllm.transport.channels import FrontendDisconnect as FrontendDisconnect
 from trio_vllm.transport.channels import LeaderChannels as LeaderChannels
+from trio_vllm.transport.channels import Link as Link
 from trio_vllm.transport.channels import Received as Received
 from trio_vllm.transport.descriptors import require_descriptors as require_descriptors
 from trio_vllm.transport.engine import DESCRIPTORS_PER_ENGINE as DESCRIPTORS_PER_ENGINE

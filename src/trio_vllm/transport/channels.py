@@ -73,12 +73,22 @@ class LeaderChannels:
     """The connections to the broadcasts that subscribed during the startup."""
 
 
+class Link(Protocol):
+    """A connection that is made anew whenever it breaks."""
+
+    async def wait_change(self) -> bool:
+        """Wait until it opens or breaks; whether it is open now."""
+        ...
+
+
 @attrs.frozen
 class FollowerChannels:
     """The connection to a coordinator in another process."""
 
     publications: FrameReceiver
     notices: FrameSender
+    link: Link | None = None
+    """The connection of both, open at first; None where it cannot break."""
 
 
 @attrs.frozen

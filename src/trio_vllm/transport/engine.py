@@ -166,6 +166,7 @@ class _Joining:
         handshake = self._context.socket(
             SocketType.DEALER, identity=self._engine_id, linger=self._lingers.ready
         )
+        handshake.set_options(self._options)
         # Until READY is sent, leaving has nothing to wait for; the frontend may not even exist yet.
         set_linger(handshake, 0)
         self._handshake = handshake

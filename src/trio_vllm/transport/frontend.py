@@ -18,7 +18,7 @@ import trio
 import zmq
 
 from trio_vllm.concurrency import running
-from trio_vllm.errors import ConfigurationError
+from trio_vllm.errors import ConfigurationError, StartupError
 from trio_vllm.protocol import (
     MAX_ENGINES,
     SUBSCRIBE,
@@ -38,7 +38,7 @@ from trio_vllm.transport.channels import (
 from trio_vllm.transport.descriptors import PER_CONTEXT, PER_SOCKET, require_descriptors
 from trio_vllm.transport.frontend_startup import Handshake, StartupLimits, StartupRun
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext, heartbeat_options, open_context
-from trio_vllm.transport.zmq_monitor import ConnectionTable
+from trio_vllm.transport.zmq_monitor import ConnectionTable, OutgoingConnection
 from trio_vllm.transport.zmq_socket import ZmqSocket
 
 _log = logging.getLogger("trio_vllm.transport")
@@ -156,9 +156,10 @@ class HandshakeOwner:
             outputs=[self._bind_and_name(sockets.outputs, self.output_address)],
         )
         broadcasts: ZmqSocket | None = None
+        subscribers: ConnectionTable | None = None
         coordination: LeaderChannels | None = None
         if self.coordinator:
-            broadcasts, _ = sockets.open(SocketType.XPUB, SMALL_MESSAGES_ONLY)
+            broadcasts, subscribers = sockets.open(SocketType.XPUB, SMALL_MESSAGES_ONLY)
             notices, _ = sockets.open(SocketType.PULL, OUTPUTS_BOUNDED)
             coordination = LeaderChannels(broadcasts, broadcasts, notices)
             addresses = attrs.evolve(
@@ -170,7 +171,7 @@ class HandshakeOwner:
         init = HandshakeInit(addresses=addresses, parallel_config=dict(self.parallel_config))
         encoded = encode_init(init)
         socket.bind(self.handshake_address)
-        return coordination, Handshake(socket, connections, encoded, broadcasts)
+        return coordination, Handshake(socket, connections, encoded, broadcasts, subscribers)
 
     def _bind_and_name(self, socket: ZmqSocket, address: str | None = None) -> str:
         """Bind a socket, to any port if no address is given; gives the address to tell engines."""
@@ -182,8 +183,7 @@ class HandshakeOwner:
         return socket.address
 
     def _check_need_of_coordinator(self, responses: Mapping[int, EngineCoreReadyResponse]) -> None:
-        in_lockstep = any(response.data_parallel_size > 1 for response in responses.values())
-        if in_lockstep and self.engine_count > 1:
+        if _is_lockstep(responses) and self.engine_count > 1:
             raise ConfigurationError(
                 "these engines run in lockstep, so that one would wait for the others for ever:"
                 " HandshakeOwner needs coordinator=True"
@@ -236,7 +236,8 @@ class Bootstrapped:
 
         Raises:
           ConfigurationError: An address is unusable; `AddressInUseError` if another process has it.
-          StartupError: An expected engine has not registered in ``ready_timeout`` seconds.
+          StartupError: An expected engine has not registered in ``ready_timeout`` seconds, or the
+            coordinator does not listen.
         """
         async with _open_sockets(self.engine_count, self.heartbeat_timeout, linger) as sockets:
             sockets.requests.bind(self.input_address, listener=self.input_listener)
@@ -249,12 +250,32 @@ class Bootstrapped:
             )
             async with sockets.watch():
                 responses = await run.wait()
-                coordination = _follow(sockets.context, responses, self.coordinator_address)
+                coordination = await self._follow(sockets, responses)
                 async with (
                     sockets.disconnects() as disconnects,
                     running(partial(_drop_all, sockets.requests)),
                 ):
                     yield sockets.channels(responses, disconnects, coordination)
+
+    async def _follow(
+        self, sockets: _Sockets, responses: Mapping[int, EngineCoreReadyResponse]
+    ) -> FollowerChannels | None:
+        """Subscribe to the coordinator's publications, if there is one."""
+        await trio.lowlevel.checkpoint()
+        published = (response.dp_stats_address for response in responses.values())
+        told = (address for address in published if address is not None)
+        address = next(told, self.coordinator_address)
+        if address is None:
+            return None
+        socket, connection = sockets.subscribe(address)
+        if not _is_lockstep(responses):  # for information only
+            return FollowerChannels(socket, socket, connection)
+        with trio.move_on_after(self.ready_timeout) as patience:
+            await connection.wait_open()
+        if patience.cancelled_caught:
+            phase = "the connection to the coordinator"
+            raise StartupError(phase, seconds=self.ready_timeout, notes=[connection.state])
+        return FollowerChannels(socket, socket, connection)
 
 
 def _check_engines(start: int, count: int, limit: int) -> None:
@@ -263,6 +284,10 @@ def _check_engines(start: int, count: int, limit: int) -> None:
             f"{count} engines from index {start} do not fit: there must be one at least, and the"
             f" indices must lie between 0 and {limit - 1}"
         )
+
+
+def _is_lockstep(responses: Mapping[int, EngineCoreReadyResponse]) -> bool:
+    return any(response.data_parallel_size > 1 for response in responses.values())
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
@@ -348,6 +373,15 @@ class _Sockets:
         self.tables.append(table)
         return socket, table
 
+    def subscribe(self, address: str) -> tuple[ZmqSocket, OutgoingConnection]:
+        """Make a socket that receives what is published there."""
+        socket = self.context.socket(SocketType.XSUB)
+        socket.set_options(self.options)
+        connection = OutgoingConnection(address, self.context.open_monitor(socket))
+        socket.connect(address)
+        socket.send_nowait([SUBSCRIBE])
+        return socket, connection
+
     @asynccontextmanager
     async def watch(self) -> AsyncIterator[None]:
         """Keep the tables of connections up to date while the block runs."""
@@ -394,23 +428,6 @@ async def _open_sockets(
     require_descriptors(need, f"connections to {engine_count} engines")
     async with open_context() as context:
         yield _Sockets(context, {**KEEPALIVE, **heartbeat_options(heartbeat_timeout)}, linger)
-
-
-def _follow(
-    context: ZmqContext,
-    responses: Mapping[int, EngineCoreReadyResponse],
-    default_address: str | None,
-) -> FollowerChannels | None:
-    """Subscribe to the coordinator's publications, if there is one."""
-    published = (response.dp_stats_address for response in responses.values())
-    address = next((address for address in published if address is not None), default_address)
-    if address is None:
-        return None
-    socket = context.socket(SocketType.XSUB)
-    socket.set_options(KEEPALIVE)
-    socket.connect(address)
-    socket.send_nowait([SUBSCRIBE])
-    return FollowerChannels(socket, socket)
 
 
 async def _drop_all(socket: ZmqSocket) -> None:

@@ -65,6 +65,8 @@ class Handshake:
     """The answer to each HELLO."""
     broadcasts: ZmqSocket | None
     """Where engines subscribe, if we are their coordinator."""
+    subscribers: ConnectionTable | None = None
+    """The connections of ``broadcasts``."""
 
 
 class StartupRun:
@@ -220,7 +222,14 @@ class StartupRun:
                     broadcasts.send_nowait([COORDINATOR_READY])
                 if frames == [SUBSCRIBE] and connection is not None:
                     self.subscribers.add(connection)
+            self._forget_subscribers()
             self._update_progress()
+
+    def _forget_subscribers(self) -> None:
+        """Forget those that are gone: engines that start anew, and strangers, which may be many."""
+        if self._handshake is not None and (table := self._handshake.subscribers) is not None:
+            gone = {disconnect.connection for disconnect in table.receive_pending()}
+            self.subscribers -= gone
 
     async def _take_registrations(self) -> None:
         """Task: read the input socket."""

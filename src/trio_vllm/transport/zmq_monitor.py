@@ -30,6 +30,10 @@ POLL_INTERVAL = 0.005
 MAX_EVENTS = 10_000
 """Events taken at once; more than any socket has connections that change at a time."""
 
+MAX_GONE = MAX_EVENTS
+"""Connections that are gone and of which messages may still have to be handled. That is done soon after
+they were received: so many connections do not begin and end in between."""
+
 
 class PeerEventKind(enum.Enum):
     """What happened to a connection."""
@@ -180,7 +184,8 @@ class ConnectionTable(trio.abc.ReceiveChannel[Disconnect]):
     ØMQ knows a connection by its descriptor, which is used again for another one. Here each gets a
     number when ØMQ reports its beginning, which is before a message can come by it. Its end may be
     reported before the last message by it was received, so a broken connection is kept until its
-    descriptor is used again.
+    descriptor is used again; and if engines register here and it has spoken, a while longer, for
+    whose it is may be known only when its messages have been handled.
 
     A break is passed on once it is known to be of interest: for a socket where engines register
     (``of_engines``) when the connection's engine is known, else when a message has come by it.
@@ -193,7 +198,10 @@ class ConnectionTable(trio.abc.ReceiveChannel[Disconnect]):
         self._numbers = numbers
         self._of_engines = of_engines
         self._newest: dict[int, Connection] = {}  # by descriptor
-        self._connections: dict[int, Connection] = {}  # by number
+        self._speakers: dict[int, Connection] = {}  # by number, if engines register here
+        self._gone: deque[int] = deque()  # those of them whose descriptors are used again
+        self._forgotten_count = 0
+        self._forgotten_silent_count = 0
         self._disconnects: deque[Disconnect] = deque()
         self._waker = Waker()
         self._is_closed = False
@@ -202,19 +210,25 @@ class ConnectionTable(trio.abc.ReceiveChannel[Disconnect]):
     def connection_count(self) -> int:
         """How many connections there have been."""
         self.process_events()
-        return len(self._connections)
+        return self._forgotten_count + len(self._newest)
+
+    @property
+    def known_count(self) -> int:
+        """How many of them are in the tables: those that are open, and some that are gone."""
+        return len(self._newest) + len(self._gone)
 
     @property
     def idle_connections(self) -> int:
         """How many open connections no message has come by."""
         self.process_events()
-        return sum(c.is_open and not c.has_spoken for c in self._connections.values())
+        return sum(c.is_open and not c.has_spoken for c in self._newest.values())
 
     @property
     def non_zmq_connections(self) -> int:
         """How many connections ended before a message came by: of peers that do not speak ØMQ."""
         self.process_events()
-        return sum(not c.is_open and not c.has_spoken for c in self._connections.values())
+        known = sum(not c.is_open and not c.has_spoken for c in self._newest.values())
+        return self._forgotten_silent_count + known
 
     async def run(self) -> None:
         """Task: follow the monitor until the socket is closed."""
@@ -239,13 +253,15 @@ class ConnectionTable(trio.abc.ReceiveChannel[Disconnect]):
             return None
         if not connection.has_spoken:
             connection.has_spoken = True
-            if not connection.is_open and not self._of_engines:
+            if self._of_engines:
+                self._speakers[connection.number] = connection
+            elif not connection.is_open:
                 self._report(Disconnect(connection=connection.number))
         return connection.number
 
     def identify(self, number: int | None, engine_index: int) -> None:
         """Note whose a connection is, which an engine has said by a message."""
-        connection = None if number is None else self._connections.get(number)
+        connection = None if number is None else self._speakers.get(number)
         if connection is None or connection.engine_index == engine_index:
             return
         previous, connection.engine_index = connection.engine_index, engine_index
@@ -282,10 +298,19 @@ class ConnectionTable(trio.abc.ReceiveChannel[Disconnect]):
             self._report(Disconnect(connection=connection.number))
 
     def _add(self, descriptor: int) -> Connection:
-        connection = Connection(next(self._numbers))
-        self._newest[descriptor] = connection
-        self._connections[connection.number] = connection
+        if (previous := self._newest.get(descriptor)) is not None:
+            self._forget(previous)
+        connection = self._newest[descriptor] = Connection(next(self._numbers))
         return connection
+
+    def _forget(self, connection: Connection) -> None:
+        """No message can come by this connection any more."""
+        self._forgotten_count += 1
+        self._forgotten_silent_count += not connection.has_spoken
+        if connection.number in self._speakers:
+            self._gone.append(connection.number)
+        if len(self._gone) > MAX_GONE:
+            del self._speakers[self._gone.popleft()]
 
     def _report(self, disconnect: Disconnect) -> None:
         self._disconnects.append(disconnect)
@@ -303,6 +328,12 @@ class ConnectionTable(trio.abc.ReceiveChannel[Disconnect]):
                 raise trio.ClosedResourceError("the connections are watched no longer")
             await self._waker.wait()
         return self._disconnects.popleft()
+
+    def receive_pending(self) -> list[Disconnect]:
+        """Give the breaks that are known and were not received, maybe none."""
+        disconnects = list(self._disconnects)
+        self._disconnects.clear()
+        return disconnects
 
     async def aclose(self) -> None:
         """Watch no longer."""
@@ -327,6 +358,7 @@ class OutgoingConnection:
         """Where it stands, in words."""
         self._monitor = monitor
         self._times_open = 0
+        self._is_open = False
         self._is_lost = False
         self._is_foreign = False
 
@@ -359,6 +391,14 @@ class OutgoingConnection:
         while not self._is_lost:
             self._take(await self._monitor.receive())
 
+    async def wait_change(self) -> bool:
+        """Wait until it opens or breaks, for the first time or again; whether it is open now."""
+        await trio.lowlevel.checkpoint()
+        was_open = self._is_open
+        while self._is_open is was_open:
+            self._take(await self._monitor.receive())
+        return self._is_open
+
     def _take(self, event: PeerEvent) -> None:
         state = self.state
         match event.kind:
@@ -369,10 +409,11 @@ class OutgoingConnection:
                 self.state = f"who listens at {self.address} does not speak ZeroMQ"
             case PeerEventKind.HANDSHAKE_SUCCEEDED:
                 self._times_open += 1
+                self._is_open = True
                 again = " again" if self._times_open > 1 else ""
                 self.state = f"{self.address} is connected{again}"
             case PeerEventKind.DISCONNECTED if self._times_open:
-                self._is_lost = True
+                self._is_lost, self._is_open = True, False
                 self.state = f"{self.address} closed the connection"
         if self.state != state:
             # That it is open goes without saying if it is connected in a moment.

@@ -1,0 +1,217 @@
+"""Large payloads in pieces: the same as whole, with turns for others in between."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any, TypeVar
+
+import attrs
+import ormsgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trio_vllm.errors import DecodeError
+from trio_vllm.protocol import (
+    CodecError,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineCoreSamplingParams,
+    RequestBatchOutputs,
+    UndecodedBatch,
+    UtilityCallOutput,
+    UtilityOutput,
+    decode_engine_message,
+    decode_engine_message_in_pieces,
+    decode_outputs_in_pieces,
+    decode_outputs_lazily,
+    encode_add,
+    encode_outputs,
+)
+from trio_vllm.protocol.pieces import LARGE, array_at, array_head, skip, split
+
+T = TypeVar("T")
+
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=300)
+    | st.binary(max_size=300)
+)
+OBJECTS = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=8) | st.dictionaries(st.text(max_size=9), inner),
+    max_leaves=12,
+)
+
+
+def finish(work: Generator[None, None, T]) -> tuple[T, int]:
+    """What comes of it, and how many turns others had."""
+    turns = 0
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: T = end.value
+            return result, turns
+        turns += 1
+
+
+@settings(max_examples=60)
+@given(st.lists(OBJECTS, max_size=12), st.integers(1, 7))
+def test_split_arrays_have_the_same_elements(elements: list[Any], size: int) -> None:
+    payload = ormsgpack.packb([elements, "end"])
+    found = array_at(payload, 1)
+    assert found is not None
+    count, first = found
+    (pieces, end), _ = finish(split(payload, first, count, size))
+
+    assert [element for piece in pieces for element in piece.unpack()] == elements
+    assert payload[end:] == ormsgpack.packb("end")
+
+
+@pytest.mark.parametrize("size", [0, 1, 16, 255, 256, 65_535, 65_536])
+@pytest.mark.parametrize("kind", ["str", "bin", "ext", "array", "map", "integers"])
+def test_each_length_is_skipped(kind: str, size: int) -> None:
+    """Also of extensions, of any type, which are never loaded."""
+    made: dict[str, Any] = {
+        "str": "x" * size,
+        "bin": b"x" * size,
+        "ext": ormsgpack.Ext(1, b"x" * size),
+        "array": [None] * size,
+        "map": {str(number): number for number in range(size)},
+        "integers": [2**32 - 1, 2**64 - 1, -1, -(2**31), 1.5, 200, 40_000][: size % 8],
+    }
+    payload = ormsgpack.packb(made[kind])
+    end, _ = finish(skip(payload + b"\xc0", 0, 1))
+    assert end == len(payload)
+
+
+@given(OBJECTS, st.integers(1, 10))
+def test_what_ends_early_is_refused(value: Any, missing: int) -> None:
+    payload = ormsgpack.packb(value)[:-missing]
+    with pytest.raises(CodecError, match="ends early"):
+        finish(skip(payload, 0, 1))
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(CodecError, match="0xc1"):
+        finish(skip(b"\x92\x01\xc1", 0, 1))
+    assert array_head(3) + b"\x01\x02\x03" == b"\xdd\x00\x00\x00\x03\x01\x02\x03"
+    assert array_at(b"\xdd\x00\x00\x00\x03", 0) == (3, 5)
+    assert array_at(b"\x81", 0) is None
+    assert array_at(b"", 0) is None
+
+
+def test_a_count_that_is_a_lie_costs_nothing() -> None:
+    with pytest.raises(CodecError):
+        finish(skip(b"\xdd\xff\xff\xff\xff" * 3, 0, 1))
+
+
+# Outputs ----------------------------------------------------------------------------------------
+
+
+def large_batch(**fields: Any) -> list[bytes]:
+    outputs = [EngineCoreOutput(f"request-{number:06}", [number]) for number in range(5_000)]
+    batch = RequestBatchOutputs(engine_index=3, outputs=outputs, timestamp=1.5, **fields)
+    frames = [bytes(frame) for frame in encode_outputs(batch)]
+    assert len(frames[0]) > LARGE
+    return frames
+
+
+def test_outputs_are_the_same_in_pieces() -> None:
+    frames = large_batch(finished_requests=["a"], weight_version="v")
+    whole = decode_outputs_lazily(frames)
+    batch, turns = finish(decode_outputs_in_pieces(frames))
+    assert isinstance(whole, UndecodedBatch)
+    assert isinstance(batch, UndecodedBatch)
+
+    assert [row for rows in batch.row_pieces() for row in rows] == whole.rows
+    assert attrs.evolve(batch, packed_rows=(), rows=whole.rows) == whole
+    assert turns > 10
+    assert max(map(len, batch.row_pieces())) == 64
+
+
+def test_small_messages_are_decoded_at_once() -> None:
+    small = RequestBatchOutputs(outputs=[EngineCoreOutput("a", [1])] * 100)
+    frames = [bytes(frame) for frame in encode_outputs(small)]
+    batch, turns = finish(decode_outputs_in_pieces(frames))
+
+    assert turns == 0
+    assert batch == decode_outputs_lazily(frames)
+
+
+def test_a_large_answer_is_decoded_as_before() -> None:
+    answer = UtilityCallOutput(output=UtilityOutput(7, None, "x" * 2 * LARGE))
+    frames = [bytes(frame) for frame in encode_outputs(answer)]
+    message, _ = finish(decode_outputs_in_pieces(frames))
+    assert isinstance(message, UtilityCallOutput)
+    assert message.output.call_id == 7
+
+
+def test_rows_beside_an_answer_are_refused() -> None:
+    raw = ormsgpack.unpackb(large_batch()[0])
+    raw[4] = [1, None, [None, None]]
+    with pytest.raises(DecodeError, match="several kinds"):
+        finish(decode_outputs_in_pieces([ormsgpack.packb(raw)]))
+
+
+def test_a_piece_that_cannot_be_unpacked_is_told_when_it_is_reached() -> None:
+    frames = large_batch()
+    payload = frames[0].replace(b"request-004999", b"request-00499\xff")
+    batch, _ = finish(decode_outputs_in_pieces([payload]))
+    assert isinstance(batch, UndecodedBatch)
+    rows: list[Any] = []
+    with pytest.raises(DecodeError):
+        for some in batch.row_pieces():
+            rows += some
+    assert len(rows) == 5_000 // 64 * 64
+
+
+@pytest.mark.parametrize("cut", [1, 1_000, 50_000])
+def test_a_large_message_that_ends_early_is_told(cut: int) -> None:
+    with pytest.raises(DecodeError, match="outputs"):
+        finish(decode_outputs_in_pieces([large_batch()[0][:-cut]]))
+
+
+# Requests ---------------------------------------------------------------------------------------
+
+
+def long_request(last: Any = 7) -> list[bytes]:
+    prompt = [5, 200, 40_000, 150_000] * 20_000
+    request = EngineCoreRequest(
+        request_id="r",
+        prompt_token_ids=prompt,
+        sampling_params=EngineCoreSamplingParams(max_tokens=3),
+        priority=4,
+    )
+    kind, payload = map(bytes, encode_add(request))
+    raw = ormsgpack.unpackb(payload)
+    raw[1].append(last)
+    return [kind, ormsgpack.packb(raw)]
+
+
+def test_a_long_prompt_is_the_same_in_pieces() -> None:
+    frames = long_request()
+    request, turns = finish(decode_engine_message_in_pieces(frames))
+    whole = decode_engine_message(frames)
+    assert isinstance(request, EngineCoreRequest)
+    assert isinstance(whole, EngineCoreRequest)
+
+    assert encode_add(request) == encode_add(whole)
+    assert turns > 10
+
+
+@pytest.mark.parametrize("last", [None, -1, 2**32, 1.5, "x", True])
+def test_a_bad_token_of_a_long_prompt_is_refused_with_its_id(last: Any) -> None:
+    with pytest.raises(DecodeError) as caught:
+        finish(decode_engine_message_in_pieces(long_request(last)))
+    assert (caught.value.request_id, caught.value.where) == ("r", ".prompt_token_ids")
+
+
+def test_a_long_prompt_that_ends_early_is_told() -> None:
+    kind, payload = long_request()
+    with pytest.raises(DecodeError, match="an ADD message"):
+        finish(decode_engine_message_in_pieces([kind, payload[:200_000]]))
