@@ -168,6 +168,22 @@ async def test_a_timeout_aborts_the_request(address: str) -> None:
 
 
 @on_asyncio
+async def test_a_stream_that_matched_a_stop_string(address: str) -> None:
+    """The reader stops it, and its last delta says so, with counts and times so far."""
+    async with opened(address) as llm:
+        async with llm.stream(request(1_000_000)) as deltas:
+            count = len((await anext(deltas)).token_ids)
+            deltas.stop("###", index=0)
+            *_, last = [delta async for delta in deltas]
+            count += len(last.token_ids)
+        assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, "###")
+        assert last.usage.output_tokens >= count
+        assert last.timings.e2e_latency > 0
+        assert llm.statistics() == llm.trio.statistics()
+        assert llm.statistics().in_flight == 0
+
+
+@on_asyncio
 async def test_leaving_a_stream_early_aborts(address: str) -> None:
     """With `break`, as with an error."""
     async with opened(address) as llm:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import trio
 from prometheus_client import CollectorRegistry
@@ -18,7 +20,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_vllm.client import Sink
 from trio_vllm.errors import ConfigurationError
-from trio_vllm.llm import Llm
+from trio_vllm.llm import EncodeRequest, Llm
 from trio_vllm.llm.collector import Collector
 from trio_vllm.llm.metrics import LlmMetrics
 from trio_vllm.protocol import (
@@ -29,11 +31,13 @@ from trio_vllm.protocol import (
     KvCacheEvictionEvent,
     LoRARequest,
     PerfStats,
+    PoolingParams,
     PrefillStats,
     PrefixCacheStats,
     RequestErrorInfo,
     SchedulerStats,
     SpecDecodingStats,
+    Tensor,
 )
 
 
@@ -502,6 +506,121 @@ def adapters(metrics: Metrics) -> list[tuple[str, str, str]]:
         )
         for sample in family.samples
     ]
+
+
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+
+
+async def call(world: LlmWorld, function: Callable[..., Awaitable[Any]], *args: Any) -> None:
+    """Make a utility call that the engine answers with yes."""
+    await world.start(partial(function, *args))
+    await world.engine.answer(world.engine.call().call_id, True)
+    await wait_all_tasks_blocked()
+
+
+async def test_the_state_that_an_engine_was_put_into() -> None:
+    metrics = Metrics()
+    names = [f"engine_sleep_state{{sleep_state={state}}}" for state in SLEEP_STATES]
+    async with open_llm_world(observers=[metrics.observer]) as world:
+        client = world.llm.client
+        seen = [list(metrics.values(*names).values())]
+        for function, args in (
+            (client.sleep, (1,)),
+            (client.reset_mm_cache, ()),
+            (client.sleep, (2,)),
+            (client.release_kv_cache_memory, ()),
+            (client.wake_up, ()),
+        ):
+            await call(world, function, *args)
+            seen.append(list(metrics.values(*names).values()))
+
+    assert seen == [[1, 0, 0], [0, 1, 0], [0, 1, 0], [0, 0, 1], [0, 0, 0], [1, 0, 0]]
+
+
+async def test_an_engine_that_has_got_only_its_weights_back_is_not_awake() -> None:
+    metrics = Metrics()
+    async with open_llm_world(observers=[metrics.observer]) as world:
+        await call(world, world.llm.client.sleep, 2)
+        await world.start(lambda: world.llm.client.wake_up(["weights"]))
+        await world.engine.answer(world.engine.call().call_id, False)
+
+        assert metrics["engine_sleep_state{sleep_state=awake}"] == 0
+        assert metrics["engine_sleep_state{sleep_state=discard_all}"] == 1
+
+
+async def test_requests_by_their_watermark() -> None:
+    """An engine marks only who asks for it, and neither greedy nor replayed tokens."""
+    metrics = Metrics(watermarking=True)
+    async with open_llm_world(observers=[metrics.observer]) as world:
+        for params in (
+            {"watermarking": True},
+            {"watermarking": True, "temperature": 0.0},
+            {"watermarking": True, "trace_decode_token_ids": [7]},
+            {"watermarking": False},
+            {},
+        ):
+            await world.start(partial(world.llm.generate, make_prompt(**params)))
+            await world.finish(world.engine.requests()[0].request_id)
+
+    expected = {
+        "watermark_requests_total{status=watermarked}": 1,
+        "watermark_requests_total{status=skipped}": 2,
+        "watermark_requests_total{status=not_watermarked}": 2,
+    }
+    assert metrics.values(*expected) == expected
+
+
+async def test_there_are_no_watermarks_unless_it_is_stated() -> None:
+    metrics = Metrics()
+    async with open_llm_world(observers=[metrics.observer]) as world:
+        await run_request(world)
+
+    assert metrics["watermark_requests_total{status=not_watermarked}"] is None
+
+
+async def test_a_pooled_prompt() -> None:
+    """It comes like a first token; there are no more, and no maximum."""
+    metrics = Metrics()
+    async with open_llm_world(observers=[metrics.observer]) as world:
+        await call_tasks(world, ["embed"])
+        pooling = EncodeRequest([1, 2, 3], pooling_params=PoolingParams(task="embed"))
+        await world.start(lambda: world.llm.encode(pooling))
+        world.pass_time(0.5)
+        output = make_output(
+            [],
+            world.engine.requests()[0].request_id,
+            pooling_output=Tensor.from_numpy(np.zeros(2, np.float32)),
+            prefill_stats=PrefillStats(num_prompt_tokens=3, num_computed_tokens=3),
+            events=[
+                EngineCoreEvent(EventType.QUEUED, 50.0),
+                EngineCoreEvent(EventType.SCHEDULED, 51.0),
+            ],
+            finish_reason=FinishReason.STOP,
+        )
+        await world.engine.send(output, timestamp=54.0)
+
+    expected = {
+        "time_to_first_token_seconds_sum": 0.5,
+        "inter_token_latency_seconds_count": 0,
+        "request_queue_time_seconds_sum": 1.0,
+        "request_prefill_time_seconds_sum": 3.0,
+        "request_decode_time_seconds_sum": 0.0,
+        "request_decode_time_seconds_count": 1,
+        "request_inference_time_seconds_sum": 3.0,
+        "request_params_max_tokens_count": 0,
+        "request_params_n_sum": 1,
+        "request_generation_tokens_count": 1,
+        "request_generation_tokens_sum": 0,
+        "iteration_tokens_total_sum": 3,
+        "request_success_total{finished_reason=stop}": 1,
+    }
+    assert metrics.values(*expected) == expected
+
+
+async def call_tasks(world: LlmWorld, tasks: list[str]) -> None:
+    """Let the engine say what its model supports."""
+    await world.start(world.llm.client.driver.learn_supported_tasks)
+    await world.engine.answer(world.engine.call().call_id, tasks)
 
 
 async def test_adapters_of_requests(autojump_clock: MockClock) -> None:

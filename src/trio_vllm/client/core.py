@@ -95,6 +95,9 @@ _log = logging.getLogger("trio_vllm.client")
 StatsListener = Callable[[int, SchedulerStats], None]
 """Is called with an engine's index and its statistics."""
 
+ResultsListener = Callable[[str, Sequence[Any], Mapping[int, Any]], None]
+"""Is called with the method and the arguments of a utility call, and its results by engine index."""
+
 FROM_STRANGER = "a message from a connection that is not known to be an engine's"
 FOR_OTHER_ENGINE = "a message that names an engine which its connection does not belong to"
 FOR_OTHERS_REQUEST = "an output for a request of another engine"
@@ -168,6 +171,7 @@ class FrontendCore:
         self._coordination_sends: list[Sequence[Buffer]] = []
         self._dropped: Counter[str] = Counter()
         self._stats_listeners: dict[object, StatsListener] = {}
+        self._results_listeners: dict[object, ResultsListener] = {}
 
     # What is known ------------------------------------------------------------------------------
 
@@ -218,6 +222,19 @@ class FrontendCore:
 
         def remove() -> None:
             self._stats_listeners.pop(key, None)
+
+        return remove
+
+    def add_results_listener(self, listener: ResultsListener) -> Callable[[], None]:
+        """Call ``listener`` with the results of each utility call that succeeds; gives its removal.
+
+        It must not wait or raise.
+        """
+        key = object()
+        self._results_listeners[key] = listener
+
+        def remove() -> None:
+            self._results_listeners.pop(key, None)
 
         return remove
 
@@ -401,6 +418,12 @@ class FrontendCore:
             engine.send(frames)
             self._urgent.append(engine)
         return call
+
+    def note_results(self, method: str, args: Sequence[Any], results: Mapping[int, Any]) -> None:
+        """Learn from a call that every engine has answered, and tell the listeners."""
+        self.facts.note_results(method, args, results)
+        for listener in list(self._results_listeners.values()):
+            listener(method, args, results)
 
     def close_call(self, call: UtilityCall) -> None:
         """Forget a call, settled or not; late answers are dropped."""

@@ -153,7 +153,7 @@ class CoreDriver:
         if not call.is_settled:
             raise UtilityTimeoutError(method, call.call_id, sorted(call.missing), timeout)
         results = call.outcome()
-        self.core.facts.note_results(method, args, results)
+        self.core.note_results(method, args, results)
         return results
 
     async def learn_supported_tasks(self, *, timeout: float = UTILITY_TIMEOUT) -> None:

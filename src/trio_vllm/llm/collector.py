@@ -170,7 +170,7 @@ class Collector:
         if _has_extras(output):
             self._outputs_with_extras.append(output)
         if output.pooling_output is not None:
-            self._pooled = output.pooling_output
+            self._add_pooled(output.pooling_output, timestamp)
         if output.events:
             self._events += output.events
         if output.prefill_stats is not None:
@@ -179,6 +179,13 @@ class Collector:
             self._last = output
             self._end_time = self._clock()
             self._waker.wake()
+
+    def _add_pooled(self, pooled: Tensor, timestamp: float) -> None:
+        self._pooled = pooled
+        if self._first_token_time is None:
+            self._first_token_time = self._clock()
+            if timestamp:
+                self._times.append(timestamp)
 
     def fail(self, error: EngineCoreError) -> None:
         self.error = error
@@ -198,6 +205,9 @@ class Collector:
 
     def abandon(self) -> None:
         """Note that the caller has left the request, which may have ended before."""
+
+    def refuse(self, error: BaseException) -> None:
+        """Note that the request was not submitted."""
 
     # Deliveries ---------------------------------------------------------------------------------
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import attrs
 import trio
@@ -25,6 +26,7 @@ from trio_vllm.llm.observers import (
     ObservedCollector,
     Observer,
     StatsLine,
+    sleep_levels,
     waiting_count,
 )
 from trio_vllm.llm.output import CompletionDelta, EncodeOutput, GenerateOutput
@@ -191,6 +193,7 @@ class Llm:
                     client.engine_indices, client.max_model_len, client.engine_info.max_loras
                 )
             client.on_scheduler_stats(self._tell_stats)
+            client.on_utility_results(self._tell_results)
 
     @property
     def in_flight_count(self) -> int:
@@ -214,6 +217,11 @@ class Llm:
         self._batch_tokens.end(engine_index)
         for observer in self._observers:
             observer.scheduler_stats(engine_index, stats)
+
+    def _tell_results(self, method: str, args: Sequence[Any], results: Mapping[int, Any]) -> None:
+        for engine_index, level in sleep_levels(method, args, results).items():
+            for observer in self._observers:
+                observer.sleep_level(engine_index, level)
 
     async def generate(self, request: GenerateRequest) -> GenerateOutput:
         """Complete a prompt and wait for the end.
@@ -368,6 +376,8 @@ class Llm:
     ) -> Generation:
         """Send the engine requests, all or none."""
         waker = Waker()
+        if self._observers:
+            children = [self._with_trace_headers(child) for child in children]
         collectors = [
             self._collector(child, index, waker, interval) for index, child in enumerate(children)
         ]
@@ -377,8 +387,10 @@ class Llm:
             for child, collector in zip(children, collectors, strict=True):
                 self.client.driver.submit(child, collector)
                 generation.submitted_count += 1
-        except BaseException:
+        except BaseException as error:
             self._end(generation)
+            for collector in collectors[generation.submitted_count :]:
+                collector.refuse(error)
             raise
         for collector in collectors:
             collector.begin()
@@ -395,6 +407,13 @@ class Llm:
             del self._generations[generation.external_id]
         if self._observers and submitted:
             self._tell_end(submitted)
+
+    def _with_trace_headers(self, request: EngineCoreRequest) -> EngineCoreRequest:
+        for observer in self._observers:
+            headers = observer.trace_headers(request)
+            if headers is not None:
+                request = attrs.evolve(request, trace_headers=dict(headers))
+        return request
 
     def _collector(
         self, request: EngineCoreRequest, index: int, waker: Waker, interval: int
