@@ -179,8 +179,10 @@ async def test_a_stream_that_matched_a_stop_string(address: str) -> None:
         assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, "###")
         assert last.usage.output_tokens >= count
         assert last.timings.e2e_latency > 0
-        assert llm.statistics() == llm.trio.statistics()
-        assert llm.statistics().in_flight == 0
+        first = llm.statistics()
+        second = llm.statistics(first)
+        assert first.engines[0].totals.output_tokens >= count
+        assert (second.in_flight, second.engines[0].generation_throughput) == (0, 0.0)
 
 
 @on_asyncio

@@ -291,11 +291,16 @@ def check_counters(ours: Values, theirs: Values, surplus: int, left: int = 0) ->
 
 
 NEVER_RAN = re.compile(
-    "vllm:(time_to_first_token|request_(queue|prefill|decode|inference)_time)_seconds_count"
+    "vllm:(time_to_first_token_seconds|request_(queue|prefill|decode|inference)_time_seconds"
+    "|request_num_preemptions)_count"
 )
 """They take a sample of a request that an engine has aborted before it ran; we do not."""
 
-LENGTHS = re.compile("vllm:(request_(max_num_)?generation_tokens_sum|iteration_tokens_total_sum)")
+LENGTHS = re.compile(
+    "vllm:(request_(max_num_)?generation_tokens_sum|iteration_tokens_total_sum"
+    "|inter_token_latency_seconds_count)"
+)
+"""They count tokens, of which each comes in an output of its own here."""
 
 
 def check_histograms(ours: Values, theirs: Values, surplus: int, aborted: int) -> None:

@@ -66,9 +66,9 @@ class Llm:
         """End requests by the caller's ids, without ids all; see `trio_vllm.Llm.abort`."""
         self.trio.abort(request_ids)
 
-    def statistics(self) -> LlmStatistics:
+    def statistics(self, since: LlmStatistics | None = None) -> LlmStatistics:
         """What is known now of engines and requests; see `trio_vllm.Llm.statistics`."""
-        return self.trio.statistics()
+        return self.trio.statistics(since)
 
     async def shutdown(self) -> None:
         """Abort everything and close the client; idempotent."""

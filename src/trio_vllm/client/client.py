@@ -17,7 +17,7 @@ from trio_vllm.client.core import (
     StatsListener,
 )
 from trio_vllm.client.driver import CoreDriver
-from trio_vllm.client.engines import EngineInfo, LoadBalancer
+from trio_vllm.client.engines import EngineInfo, EngineSnapshot, LoadBalancer
 from trio_vllm.client.requests import OutputStream
 from trio_vllm.client.utility_calls import UTILITY_TIMEOUT
 from trio_vllm.client.utility_methods import UtilityMethods
@@ -99,6 +99,10 @@ class EngineCoreClient(UtilityMethods):
     def statistics(self) -> ClientStatistics:
         """What is in the client's tables now."""
         return self.driver.statistics()
+
+    def engine_snapshots(self) -> dict[int, EngineSnapshot]:
+        """What is known of each engine now, the dead too, by index."""
+        return self._core.engine_snapshots()
 
     def scheduler_stats(self) -> dict[int, SchedulerStats]:
         """The newest statistics of each living engine that sent any; `DecodeError` if garbled."""

@@ -45,6 +45,7 @@ from trio_vllm.client.engines import (
     EngineConnections,
     EngineInfo,
     EngineMessage,
+    EngineSnapshot,
     EngineState,
     EngineTable,
     LeastLoaded,
@@ -194,6 +195,10 @@ class FrontendCore:
     def in_flight_count(self) -> int:
         """Requests that have not ended."""
         return sum(len(engine.requests) for engine in self._engines.by_index.values())
+
+    def engine_snapshots(self) -> dict[int, EngineSnapshot]:
+        """What is known of each engine now, the dead too, by index."""
+        return {i: self._engines.by_index[i].snapshot() for i in sorted(self._engines.by_index)}
 
     def scheduler_stats(self) -> dict[int, SchedulerStats]:
         """The newest statistics of each living engine that sent any; `DecodeError` if garbled."""
@@ -508,7 +513,7 @@ class FrontendCore:
                 self._receive_sentinel(sender)
             elif self._claim(connection, message):
                 sender = message.engine_index
-                self._receive_from(self._engines.by_index[sender], message)
+                self._receive_from(self._engines.by_index[sender], message, now)
             else:
                 self._drop(FOR_OTHER_ENGINE)
         except DecodeError as error:
@@ -529,18 +534,21 @@ class FrontendCore:
         return connections.claim(connection, index, has_output=has_output)
 
     def _receive_from(
-        self, engine: Engine, message: UndecodedBatch | UtilityCallOutput | DpControlOutput
+        self,
+        engine: Engine,
+        message: UndecodedBatch | UtilityCallOutput | DpControlOutput,
+        now: float,
     ) -> None:
         if engine.state is EngineState.DEAD:
             return
         if isinstance(message, UndecodedBatch):
-            self._receive_batch(engine, message)
+            self._receive_batch(engine, message, now)
         elif isinstance(message, UtilityCallOutput):
             self._utility_calls.receive(engine.index, message.output)
         else:
             _log.warning("engine %d sent a wave notice here", engine.index)
 
-    def _receive_batch(self, engine: Engine, batch: UndecodedBatch) -> None:
+    def _receive_batch(self, engine: Engine, batch: UndecodedBatch, now: float) -> None:
         """Hand each row to its sink: the hot path of the whole client."""
         sinks, timestamp, version = engine.requests, batch.timestamp, batch.weight_version
         if batch.rows:
@@ -566,7 +574,7 @@ class FrontendCore:
         if batch.finished_requests:
             self._receive_finished(engine, batch.finished_requests)
         if batch.has_stats:
-            self._receive_stats(engine, batch)
+            self._receive_stats(engine, batch, now)
 
     def _receive_logprobs(self, engine: Engine, row: Any, batch: UndecodedBatch) -> bool:
         """Hand over a row of one token with its log probabilities; False if it is another one."""
@@ -625,8 +633,8 @@ class FrontendCore:
                 )
                 self._fail_request(engine, request_id, error)
 
-    def _receive_stats(self, engine: Engine, batch: UndecodedBatch) -> None:
-        engine.stats_message = batch
+    def _receive_stats(self, engine: Engine, batch: UndecodedBatch, now: float) -> None:
+        engine.stats_message, engine.stats_time = batch, now
         if len(self._engines.alive) < 2 and not self._stats_listeners:
             return  # they are needed for nothing yet
         try:

@@ -287,11 +287,15 @@ class ObservedCollector(Collector):
             usage=progress.usage(),
             timings=progress.timings(),
             preemption_count=self._preemption_count if self._events else None,
-            computed_prompt_tokens=max(self._prompt_tokens - (self._cached_tokens or 0), 0),
+            computed_prompt_tokens=self._computed_prompt_tokens(),
             is_corrupted=self._is_corrupted,
         )
         for observer in self._observers:
             observer.finished(self.engine_index, completion)
+
+    def _computed_prompt_tokens(self) -> int:
+        cached = 0 if self._prefill_stats is None else self._prefill_stats.num_cached_tokens
+        return max(self._prompt_tokens - cached, 0)
 
 
 _log = logging.getLogger("trio_vllm.llm")
