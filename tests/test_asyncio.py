@@ -168,6 +168,24 @@ async def test_a_timeout_aborts_the_request(address: str) -> None:
 
 
 @on_asyncio
+async def test_a_stream_that_matched_a_stop_string(address: str) -> None:
+    """The reader stops it, and its last delta says so, with counts and times so far."""
+    async with opened(address) as llm:
+        async with llm.stream(request(1_000_000)) as deltas:
+            count = len((await anext(deltas)).token_ids)
+            deltas.stop("###", index=0)
+            *_, last = [delta async for delta in deltas]
+            count += len(last.token_ids)
+        assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, "###")
+        assert last.usage.output_tokens >= count
+        assert last.timings.e2e_latency > 0
+        first = llm.statistics()
+        second = llm.statistics(first)
+        assert first.engines[0].totals.output_tokens >= count
+        assert (second.in_flight, second.engines[0].generation_throughput) == (0, 0.0)
+
+
+@on_asyncio
 async def test_leaving_a_stream_early_aborts(address: str) -> None:
     """With `break`, as with an error."""
     async with opened(address) as llm:

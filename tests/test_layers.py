@@ -65,9 +65,11 @@ RULES = {
     "testing/__init__": Allowed(frozenset({"_lazy"})),
     # A facade over the facade; nothing else may import asyncio.
     "asyncio": Allowed(frozenset({"llm"}), frozenset({"asyncio", "trio"})),
+    # Beside the facade, which so needs no terminal.
+    "monitor": Allowed(frozenset({"llm", "errors", "concurrency"}), frozenset({"rich", "trio"})),
     # A user like any other: public packages only, besides the rules for background tasks.
     "cli": Allowed(
-        frozenset({PUBLIC_NAMES, *PUBLIC_PACKAGES, "concurrency", "processes"}),
+        frozenset({PUBLIC_NAMES, *PUBLIC_PACKAGES, "concurrency", "monitor", "processes"}),
         IMPURE | {"cyclopts", "rich", "trio"},
     ),
     PUBLIC_NAMES: Allowed(frozenset({"_lazy", "llm", "client", "protocol", "errors", "spawn"})),

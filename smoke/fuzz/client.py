@@ -129,10 +129,10 @@ class Play:
         self._has_listener = False
         self._actions: dict[bytes, Callable[[Frames], None]] = {
             b"submit": self._submit,
-            b"from0": lambda frames: self.core.receive(frames, 10),
-            b"from1": lambda frames: self.core.receive(frames, 11),
-            b"stranger": lambda frames: self.core.receive(frames, 99),
-            b"unknown": lambda frames: self.core.receive(frames, None),
+            b"from0": lambda frames: self.core.receive(frames, 10, self._now),
+            b"from1": lambda frames: self.core.receive(frames, 11, self._now),
+            b"stranger": lambda frames: self.core.receive(frames, 99, self._now),
+            b"unknown": lambda frames: self.core.receive(frames, None, self._now),
             b"notice": self._notice,
             b"subscribe": self._subscribe,
             b"publish": self._publish,

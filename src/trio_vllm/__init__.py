@@ -4,6 +4,8 @@ Here is what most programs use: connecting, requests, outputs, errors. The rest 
 packages and modules:
 
 - `trio_vllm.llm`: the facade's further types; `trio_vllm.llm.metrics`: Prometheus metrics;
+  `trio_vllm.llm.tracing`: OpenTelemetry;
+- `trio_vllm.monitor`: a live table of the engines on a terminal;
 - `trio_vllm.client`: the client of the engines;
 - `trio_vllm.protocol`: all that is said over the wire;
 - `trio_vllm.errors`: all exceptions;

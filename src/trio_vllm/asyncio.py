@@ -26,6 +26,7 @@ from trio_vllm.llm import (
     GenerateOutput,
     GenerateRequest,
     GenerateStream,
+    LlmStatistics,
 )
 
 T = TypeVar("T")
@@ -64,6 +65,10 @@ class Llm:
     def abort(self, request_ids: Iterable[str] = ()) -> None:
         """End requests by the caller's ids, without ids all; see `trio_vllm.Llm.abort`."""
         self.trio.abort(request_ids)
+
+    def statistics(self, since: LlmStatistics | None = None) -> LlmStatistics:
+        """What is known now of engines and requests; see `trio_vllm.Llm.statistics`."""
+        return self.trio.statistics(since)
 
     async def shutdown(self) -> None:
         """Abort everything and close the client; idempotent."""
@@ -104,6 +109,10 @@ class Stream:
         if not self._deliveries:
             await self._guest.run(self._receive)
         return self._deliveries.popleft()
+
+    def stop(self, stop_reason: str | None = None, *, index: int | None = None) -> None:
+        """Finish a completion that matched a stop string; see `trio_vllm.GenerateStream.stop`."""
+        self._stream.stop(stop_reason, index=index)
 
     async def _receive(self) -> None:
         self._deliveries.append(await self._stream.__anext__())

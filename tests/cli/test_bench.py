@@ -51,6 +51,20 @@ def test_json_and_percentiles_and_goodput(capsys: pytest.CaptureFixture[str]) ->
     assert "p99_ttft_ms" not in result
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_shows_the_engines_meanwhile(
+    is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    assert main(SMALL) == 0
+
+    shown = capsys.readouterr().err
+    assert ("output tok/s" in shown) is is_terminal
+    assert ("requests in flight" in shown) is is_terminal
+
+
 def test_warm_up_is_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_json(capsys, *SMALL, "--num-warmups", "3")["completed"] == 5
 

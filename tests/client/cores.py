@@ -127,7 +127,7 @@ class Network:
     def deliver_output(self, engine: EngineProcess) -> None:
         """Let the client handle one message of an engine."""
         if engine.outbox:
-            self.client.receive(engine.outbox.popleft(), engine.connection)
+            self.client.receive(engine.outbox.popleft(), engine.connection, self.now)
 
     def submit(self, request: EngineCoreRequest, sink: RecordingSink) -> None:
         """Submit a request as a driver does."""

@@ -187,7 +187,7 @@ class Play:
         ids = [sink.request_id for sink in self.newest.values()]
         rows = b"".join(b"\x92" + bytes([0xA0 + len(i)]) + i.encode() + b"\x91\x07" for i in ids)
         outputs = b"\x92" + bytes([index, 0x90 + len(ids)]) + rows
-        self.net.client.receive([outputs if is_well_formed else GARBAGE], 99)
+        self.net.client.receive([outputs if is_well_formed else GARBAGE], 99, self.net.now)
         self.net.client.disconnected(self.net.now, connection=99)
 
     def notice(self, index: int, wave: int, is_start: bool) -> None:

@@ -158,7 +158,7 @@ async def test_an_answer_in_the_moment_of_the_timeout(autojump_clock: MockClock)
             await trio.sleep(1)
             answer = UtilityCallOutput(output=UtilityOutput(call_id, None, True))
             frames = [bytes(frame) for frame in encode_outputs(answer)]
-            world.client.driver.core.receive(frames, None)
+            world.client.driver.core.receive(frames, None, trio.current_time())
             await wait_all_tasks_blocked()
 
             error = outcome.error

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import trio
 from prometheus_client import CollectorRegistry
@@ -18,7 +21,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_vllm.client import Sink
 from trio_vllm.errors import ConfigurationError
-from trio_vllm.llm import Llm
+from trio_vllm.llm import EncodeRequest, Llm
 from trio_vllm.llm.collector import Collector
 from trio_vllm.llm.metrics import LlmMetrics
 from trio_vllm.protocol import (
@@ -29,11 +32,13 @@ from trio_vllm.protocol import (
     KvCacheEvictionEvent,
     LoRARequest,
     PerfStats,
+    PoolingParams,
     PrefillStats,
     PrefixCacheStats,
     RequestErrorInfo,
     SchedulerStats,
     SpecDecodingStats,
+    Tensor,
 )
 
 
@@ -93,40 +98,60 @@ async def run_request(world: LlmWorld) -> None:
     await world.engine.send(last, timestamp=60.0)
 
 
+REQUEST_VALUES: dict[str, float] = {
+    "prompt_tokens_total": 3,
+    "prompt_tokens_cached_total": 2,
+    "prompt_tokens_by_source_total{source=local_compute}": 1,
+    "prompt_tokens_by_source_total{source=local_cache_hit}": 1,
+    "prompt_tokens_by_source_total{source=external_kv_transfer}": 1,
+    "generation_tokens_total": 4,
+    "num_preemptions_total": 1,
+    "request_success_total{finished_reason=stop}": 1,
+    "request_success_total{finished_reason=abort}": 0,
+    "time_to_first_token_seconds_sum": 0.5,
+    "time_to_first_token_seconds_count": 1,
+    "inter_token_latency_seconds_sum": 6.0,
+    "inter_token_latency_seconds_count": 2,
+    "e2e_request_latency_seconds_sum": 3.0,
+    "request_queue_time_seconds_sum": 1.0,
+    "request_prefill_time_seconds_sum": 3.0,
+    "request_decode_time_seconds_sum": 6.0,
+    "request_inference_time_seconds_sum": 9.0,
+    "request_time_per_output_token_seconds_sum": 2.0,
+    "request_num_preemptions_sum": 1,
+    "request_prompt_tokens_sum": 3,
+    "request_generation_tokens_sum": 4,
+    "request_prefill_kv_computed_tokens_sum": 1,
+    "request_params_max_tokens_sum": 9,
+    "request_params_n_sum": 1,
+    "request_max_num_generation_tokens_sum": 4,
+}
+
+
 async def test_a_request() -> None:
     metrics = Metrics()
     async with open_llm_world(observers=[metrics.observer]) as world:
         await run_request(world)
 
-    expected = {
-        "prompt_tokens_total": 3,
-        "prompt_tokens_cached_total": 2,
-        "prompt_tokens_by_source_total{source=local_compute}": 1,
-        "prompt_tokens_by_source_total{source=local_cache_hit}": 1,
-        "prompt_tokens_by_source_total{source=external_kv_transfer}": 1,
-        "generation_tokens_total": 4,
-        "num_preemptions_total": 1,
-        "request_success_total{finished_reason=stop}": 1,
-        "request_success_total{finished_reason=abort}": 0,
-        "time_to_first_token_seconds_sum": 0.5,
-        "time_to_first_token_seconds_count": 1,
-        "inter_token_latency_seconds_sum": 6.0,
-        "inter_token_latency_seconds_count": 2,
-        "e2e_request_latency_seconds_sum": 3.0,
-        "request_queue_time_seconds_sum": 1.0,
-        "request_prefill_time_seconds_sum": 3.0,
-        "request_decode_time_seconds_sum": 6.0,
-        "request_inference_time_seconds_sum": 9.0,
-        "request_time_per_output_token_seconds_sum": 2.0,
-        "request_num_preemptions_sum": 1,
-        "request_prompt_tokens_sum": 3,
-        "request_generation_tokens_sum": 4,
-        "request_prefill_kv_computed_tokens_sum": 1,
-        "request_params_max_tokens_sum": 9,
-        "request_params_n_sum": 1,
-        "request_max_num_generation_tokens_sum": 4,
-    }
-    assert metrics.values(*expected) == expected
+    assert metrics.values(*REQUEST_VALUES) == REQUEST_VALUES
+
+
+ENGINE_VALUES: dict[str, float] = {
+    "num_requests_running": 5,
+    "num_requests_waiting": 3,
+    "num_requests_waiting_by_reason{reason=capacity}": 2,
+    "num_requests_waiting_by_reason{reason=deferred}": 1,
+    "kv_cache_usage_perc": 0.25,
+    "prefix_cache_queries_total": 20,
+    "prefix_cache_hits_total": 8,
+    "external_prefix_cache_queries_total": 12,
+    "external_prefix_cache_hits_total": 6,
+    "spec_decode_num_drafts_total": 8,
+    "spec_decode_num_draft_tokens_total": 16,
+    "spec_decode_num_accepted_tokens_total": 10,
+    "spec_decode_num_accepted_tokens_per_pos_total{position=0}": 8,
+    "spec_decode_num_accepted_tokens_per_pos_total{position=1}": 2,
+}
 
 
 async def test_the_state_of_an_engine() -> None:
@@ -149,23 +174,7 @@ async def test_the_state_of_an_engine() -> None:
                 ),
             )
 
-    expected = {
-        "num_requests_running": 5,
-        "num_requests_waiting": 3,
-        "num_requests_waiting_by_reason{reason=capacity}": 2,
-        "num_requests_waiting_by_reason{reason=deferred}": 1,
-        "kv_cache_usage_perc": 0.25,
-        "prefix_cache_queries_total": 20,
-        "prefix_cache_hits_total": 8,
-        "external_prefix_cache_queries_total": 12,
-        "external_prefix_cache_hits_total": 6,
-        "spec_decode_num_drafts_total": 8,
-        "spec_decode_num_draft_tokens_total": 16,
-        "spec_decode_num_accepted_tokens_total": 10,
-        "spec_decode_num_accepted_tokens_per_pos_total{position=0}": 8,
-        "spec_decode_num_accepted_tokens_per_pos_total{position=1}": 2,
-    }
-    assert metrics.values(*expected) == expected
+    assert metrics.values(*ENGINE_VALUES) == ENGINE_VALUES
 
 
 async def test_counters_stand_at_zero_from_the_start() -> None:
@@ -348,6 +357,24 @@ async def test_statistics_end_a_message() -> None:
         assert metrics["iteration_tokens_total_sum"] == 2
 
 
+WORK_VALUES: dict[str, float] = {
+    "estimated_flops_per_gpu_total": 20,
+    "estimated_read_bytes_per_gpu_total": 40,
+    "estimated_write_bytes_per_gpu_total": 60,
+    "kv_block_lifetime_seconds_sum": 8.0,
+    "kv_block_idle_before_evict_seconds_sum": 3.0,
+    "kv_block_reuse_gap_seconds_sum": 1.5,
+    "kv_block_reuse_gap_seconds_count": 4,
+    "prompt_tokens_cached_by_source_total{source=device}": 8,
+    "prompt_tokens_cached_by_source_total{source=host}": 2,
+    "prompt_tokens_cached_by_source_total{source=p2p}": 0,
+    "prompt_tokens_cached_by_source_total{source=disk}": 4,
+    "prompt_tokens_cached_by_source_total{source=external_unspecified}": 0,
+    "num_requests_kv_fetch_by_stage{stage=in_progress}": 2,
+    "num_requests_kv_fetch_by_stage{stage=waiting_to_start}": 0,
+}
+
+
 async def test_work_and_caches_of_an_engine() -> None:
     metrics = Metrics()
     block = KvCacheEvictionEvent(
@@ -368,23 +395,7 @@ async def test_work_and_caches_of_an_engine() -> None:
                 num_kv_fetch_reqs_by_stage={"in_progress": 2},
             )
 
-    expected = {
-        "estimated_flops_per_gpu_total": 20,
-        "estimated_read_bytes_per_gpu_total": 40,
-        "estimated_write_bytes_per_gpu_total": 60,
-        "kv_block_lifetime_seconds_sum": 8.0,
-        "kv_block_idle_before_evict_seconds_sum": 3.0,
-        "kv_block_reuse_gap_seconds_sum": 1.5,
-        "kv_block_reuse_gap_seconds_count": 4,
-        "prompt_tokens_cached_by_source_total{source=device}": 8,
-        "prompt_tokens_cached_by_source_total{source=host}": 2,
-        "prompt_tokens_cached_by_source_total{source=p2p}": 0,
-        "prompt_tokens_cached_by_source_total{source=disk}": 4,
-        "prompt_tokens_cached_by_source_total{source=external_unspecified}": 0,
-        "num_requests_kv_fetch_by_stage{stage=in_progress}": 2,
-        "num_requests_kv_fetch_by_stage{stage=waiting_to_start}": 0,
-    }
-    assert metrics.values(*expected) == expected
+    assert metrics.values(*WORK_VALUES) == WORK_VALUES
 
 
 NIXL = {
@@ -396,7 +407,7 @@ NIXL = {
     "num_failed_notifications": [1],
     "num_failed_handshakes": [1],
     "num_kv_expired_reqs": [1],
-    "num_notifications_after_expiry": [],
+    "num_notifications_after_expiry": [2],
 }
 MOONCAKE = {
     "transfer_duration": [0.5],
@@ -404,7 +415,7 @@ MOONCAKE = {
     "num_descriptors": [7],
     "num_failed_transfers": [1, 1],
     "num_failed_recvs": [1],
-    "num_kv_expired_reqs": [],
+    "num_kv_expired_reqs": [1, 2],
 }
 STORE = {
     "load_get": [
@@ -413,7 +424,7 @@ STORE = {
             "num_keys": 3,
             "num_bytes": 1024,
             "status": "ok",
-            "num_failed_keys": 0,
+            "num_failed_keys": 2,
         }
     ]
 }
@@ -426,7 +437,7 @@ NIXL_VALUES = {
     "nixl_num_failed_transfers_total": 3,
     "nixl_num_failed_notifications_total": 1,
     "nixl_num_kv_expired_reqs_total": 1,
-    "nixl_num_notifications_after_expiry_total": 0,
+    "nixl_num_notifications_after_expiry_total": 2,
 }
 MOONCAKE_VALUES = {
     "mooncake_xfer_time_seconds_sum": 0.5,
@@ -434,14 +445,14 @@ MOONCAKE_VALUES = {
     "mooncake_num_descriptors_sum": 7,
     "mooncake_num_failed_transfers_total": 2,
     "mooncake_num_failed_recvs_total": 1,
-    "mooncake_num_kv_expired_reqs_total": 0,
+    "mooncake_num_kv_expired_reqs_total": 3,
 }
 STORE_VALUES = {
     "mooncake_store_operation_time_seconds_sum{operation=load_get,status=ok}": 0.05,
     "mooncake_store_operation_total{operation=load_get,status=ok}": 1,
     "mooncake_store_operation_keys_total{operation=load_get,status=ok}": 3,
     "mooncake_store_operation_bytes_total{operation=load_get,status=ok}": 1024,
-    "mooncake_store_operation_failed_keys_total{operation=load_get,status=ok}": 0,
+    "mooncake_store_operation_failed_keys_total{operation=load_get,status=ok}": 2,
 }
 
 
@@ -504,6 +515,123 @@ def adapters(metrics: Metrics) -> list[tuple[str, str, str]]:
     ]
 
 
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+
+
+async def call(world: LlmWorld, function: Callable[..., Awaitable[Any]], *args: Any) -> None:
+    """Make a utility call that the engine answers with yes."""
+    await world.start(partial(function, *args))
+    await world.engine.answer(world.engine.call().call_id, True)
+    await wait_all_tasks_blocked()
+
+
+async def test_the_state_that_an_engine_was_put_into() -> None:
+    metrics = Metrics()
+    names = [f"engine_sleep_state{{sleep_state={state}}}" for state in SLEEP_STATES]
+    async with open_llm_world(observers=[metrics.observer]) as world:
+        client = world.llm.client
+        seen = [list(metrics.values(*names).values())]
+        for function, args in (
+            (client.sleep, (1,)),
+            (client.reset_mm_cache, ()),
+            (client.sleep, (2,)),
+            (client.release_kv_cache_memory, ()),
+            (client.wake_up, ()),
+        ):
+            await call(world, function, *args)
+            seen.append(list(metrics.values(*names).values()))
+
+    assert seen == [[1, 0, 0], [0, 1, 0], [0, 1, 0], [0, 0, 1], [0, 0, 0], [1, 0, 0]]
+
+
+async def test_an_engine_that_has_got_only_its_weights_back_is_not_awake() -> None:
+    metrics = Metrics()
+    async with open_llm_world(observers=[metrics.observer]) as world:
+        await call(world, world.llm.client.sleep, 2)
+        await world.start(lambda: world.llm.client.wake_up(["weights"]))
+        await world.engine.answer(world.engine.call().call_id, False)
+
+        assert metrics["engine_sleep_state{sleep_state=awake}"] == 0
+        assert metrics["engine_sleep_state{sleep_state=discard_all}"] == 1
+
+
+WATERMARK_VALUES: dict[str, float] = {
+    "watermark_requests_total{status=watermarked}": 1,
+    "watermark_requests_total{status=skipped}": 2,
+    "watermark_requests_total{status=not_watermarked}": 2,
+}
+
+
+async def test_requests_by_their_watermark() -> None:
+    """An engine marks only who asks for it, and neither greedy nor replayed tokens."""
+    metrics = Metrics(watermarking=True)
+    async with open_llm_world(observers=[metrics.observer]) as world:
+        for params in (
+            {"watermarking": True},
+            {"watermarking": True, "temperature": 0.0},
+            {"watermarking": True, "trace_decode_token_ids": [7]},
+            {"watermarking": False},
+            {},
+        ):
+            await world.start(partial(world.llm.generate, make_prompt(**params)))
+            await world.finish(world.engine.requests()[0].request_id)
+
+    assert metrics.values(*WATERMARK_VALUES) == WATERMARK_VALUES
+
+
+async def test_there_are_no_watermarks_unless_it_is_stated() -> None:
+    metrics = Metrics()
+    async with open_llm_world(observers=[metrics.observer]) as world:
+        await run_request(world)
+
+    assert metrics["watermark_requests_total{status=not_watermarked}"] is None
+
+
+async def test_a_pooled_prompt() -> None:
+    """It comes like a first token; there are no more, and no maximum."""
+    metrics = Metrics()
+    async with open_llm_world(observers=[metrics.observer]) as world:
+        await call_tasks(world, ["embed"])
+        pooling = EncodeRequest([1, 2, 3], pooling_params=PoolingParams(task="embed"))
+        await world.start(lambda: world.llm.encode(pooling))
+        world.pass_time(0.5)
+        output = make_output(
+            [],
+            world.engine.requests()[0].request_id,
+            pooling_output=Tensor.from_numpy(np.zeros(2, np.float32)),
+            prefill_stats=PrefillStats(num_prompt_tokens=3, num_computed_tokens=3),
+            events=[
+                EngineCoreEvent(EventType.QUEUED, 50.0),
+                EngineCoreEvent(EventType.SCHEDULED, 51.0),
+            ],
+            finish_reason=FinishReason.STOP,
+        )
+        await world.engine.send(output, timestamp=54.0)
+
+    expected = {
+        "time_to_first_token_seconds_sum": 0.5,
+        "inter_token_latency_seconds_count": 0,
+        "request_queue_time_seconds_sum": 1.0,
+        "request_prefill_time_seconds_sum": 3.0,
+        "request_decode_time_seconds_sum": 0.0,
+        "request_decode_time_seconds_count": 1,
+        "request_inference_time_seconds_sum": 3.0,
+        "request_params_max_tokens_count": 0,
+        "request_params_n_sum": 1,
+        "request_generation_tokens_count": 1,
+        "request_generation_tokens_sum": 0,
+        "iteration_tokens_total_sum": 3,
+        "request_success_total{finished_reason=stop}": 1,
+    }
+    assert metrics.values(*expected) == expected
+
+
+async def call_tasks(world: LlmWorld, tasks: list[str]) -> None:
+    """Let the engine say what its model supports."""
+    await world.start(world.llm.client.driver.learn_supported_tasks)
+    await world.engine.answer(world.engine.call().call_id, tasks)
+
+
 async def test_adapters_of_requests(autojump_clock: MockClock) -> None:
     """One series, which goes with the last request, also with one that fails with its engine."""
     metrics = Metrics()
@@ -534,6 +662,34 @@ async def test_adapters_of_requests(autojump_clock: MockClock) -> None:
         await world.engine.die()
         await trio.sleep(1)
         assert adapters(metrics) == []
+
+
+PINNED = {
+    **REQUEST_VALUES,
+    **ENGINE_VALUES,
+    **WORK_VALUES,
+    **WATERMARK_VALUES,
+    **NIXL_VALUES,
+    **MOONCAKE_VALUES,
+    **STORE_VALUES,
+}
+ELSEWHERE = {
+    "corrupted_requests": "test_requests_with_nans_are_corrupted_once",
+    "engine_sleep_state": "test_the_state_that_an_engine_was_put_into",
+    "iteration_tokens_total": "test_tokens_of_a_message_are_one_iteration",
+    "lora_requests_info": "test_adapters_of_requests",
+}
+"""Series whose values are in a test of their own."""
+
+
+def test_no_series_is_exported_without_a_test_of_its_value() -> None:
+    registry = CollectorRegistry()
+    LlmMetrics(registry, watermarking=True).start([0], 1000, 0)
+    exported = {metric.name.removeprefix("vllm:") for metric in registry.collect()}
+    assert set(ELSEWHERE.values()) <= globals().keys()
+
+    pinned = {re.sub(r"_(total|sum|count)(\{.*)?$", "", name.split("{")[0]) for name in PINNED}
+    assert exported - pinned == ELSEWHERE.keys()
 
 
 @pytest.mark.parametrize(

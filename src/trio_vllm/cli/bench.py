@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ async def _measure(
     count = options.num_prompts
     if count is None and options.trace is None and options.duration == float("inf"):
         count = COUNT
-    with _progress(count, shown=not options.json and sys.stderr.isatty()) as on_end:
+    async with _progress(llm, count, shown=not options.json and sys.stderr.isatty()) as on_end:
         return await run_load(
             llm,
             requests if count is None else islice(requests, count),
@@ -102,17 +102,23 @@ async def _measure(
         )
 
 
-@contextmanager
-def _progress(count: int | None, *, shown: bool) -> Iterator[Callable[[RequestRecord], None]]:
-    """A bar on standard error."""
+@asynccontextmanager
+async def _progress(
+    llm: Llm, count: int | None, *, shown: bool
+) -> AsyncIterator[Callable[[RequestRecord], None]]:
+    """A table of the engines and a bar on standard error."""
     if not shown:
         yield lambda _record: None
         return
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("requests", total=count)
+    from trio_vllm.monitor import show_statistics
+
+    console = Console(stderr=True)
+    progress = Progress(console=console)
+    task = progress.add_task("requests", total=count)
+    async with show_statistics(llm, console=console, below=progress):
         yield lambda _record: progress.advance(task)
 
 

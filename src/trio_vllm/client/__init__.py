@@ -11,6 +11,7 @@ from trio_vllm.client.core import FrontendCore as FrontendCore
 from trio_vllm.client.driver import CoreDriver as CoreDriver
 from trio_vllm.client.engines import Engine as Engine
 from trio_vllm.client.engines import EngineInfo as EngineInfo
+from trio_vllm.client.engines import EngineSnapshot as EngineSnapshot
 from trio_vllm.client.engines import LeastLoaded as LeastLoaded
 from trio_vllm.client.engines import LeastWaiting as LeastWaiting
 from trio_vllm.client.engines import LoadBalancer as LoadBalancer

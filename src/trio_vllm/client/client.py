@@ -10,9 +10,14 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from trio_vllm.client.core import ClientStatistics, FrontendCore, StatsListener
+from trio_vllm.client.core import (
+    ClientStatistics,
+    FrontendCore,
+    ResultsListener,
+    StatsListener,
+)
 from trio_vllm.client.driver import CoreDriver
-from trio_vllm.client.engines import EngineInfo, LoadBalancer
+from trio_vllm.client.engines import EngineInfo, EngineSnapshot, LoadBalancer
 from trio_vllm.client.requests import OutputStream
 from trio_vllm.client.utility_calls import UTILITY_TIMEOUT
 from trio_vllm.client.utility_methods import UtilityMethods
@@ -95,6 +100,10 @@ class EngineCoreClient(UtilityMethods):
         """What is in the client's tables now."""
         return self.driver.statistics()
 
+    def engine_snapshots(self) -> dict[int, EngineSnapshot]:
+        """What is known of each engine now, the dead too, by index."""
+        return self._core.engine_snapshots()
+
     def scheduler_stats(self) -> dict[int, SchedulerStats]:
         """The newest statistics of each living engine that sent any; `DecodeError` if garbled."""
         return self._core.scheduler_stats()
@@ -106,6 +115,14 @@ class EngineCoreClient(UtilityMethods):
         one. Without any, the statistics of a single engine are not even decoded.
         """
         return self._core.add_stats_listener(listener)
+
+    def on_utility_results(self, listener: ResultsListener) -> Callable[[], None]:
+        """Have ``listener`` called with each utility call of this client that succeeds.
+
+        It gets the method, the arguments, and the results by engine index, and must not wait or
+        raise. There can be several; the function that is returned removes this one.
+        """
+        return self._core.add_results_listener(listener)
 
     # Health -------------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ from trio_vllm.client.engines import (
     EngineConnections,
     EngineInfo,
     EngineMessage,
+    EngineSnapshot,
     EngineState,
     EngineTable,
     LeastLoaded,
@@ -100,6 +101,9 @@ StatsListener = Callable[[int, SchedulerStats], None]
 
 SMALL = 8 * 1024
 """Bytes of a message that takes no longer than others can wait: less than a millisecond."""
+
+ResultsListener = Callable[[str, Sequence[Any], Mapping[int, Any]], None]
+"""Is called with the method and the arguments of a utility call, and its results by engine index."""
 
 FROM_STRANGER = "a message from a connection that is not known to be an engine's"
 FOR_OTHER_ENGINE = "a message that names an engine which its connection does not belong to"
@@ -174,6 +178,7 @@ class FrontendCore:
         self._coordination_sends: list[Sequence[Buffer]] = []
         self._dropped: Counter[str] = Counter()
         self._stats_listeners: dict[object, StatsListener] = {}
+        self._results_listeners: dict[object, ResultsListener] = {}
 
     # What is known ------------------------------------------------------------------------------
 
@@ -196,6 +201,10 @@ class FrontendCore:
     def in_flight_count(self) -> int:
         """Requests that have not ended."""
         return sum(len(engine.requests) for engine in self._engines.by_index.values())
+
+    def engine_snapshots(self) -> dict[int, EngineSnapshot]:
+        """What is known of each engine now, the dead too, by index."""
+        return {i: self._engines.by_index[i].snapshot() for i in sorted(self._engines.by_index)}
 
     def scheduler_stats(self) -> dict[int, SchedulerStats]:
         """The newest statistics of each living engine that sent any; `DecodeError` if garbled."""
@@ -224,6 +233,19 @@ class FrontendCore:
 
         def remove() -> None:
             self._stats_listeners.pop(key, None)
+
+        return remove
+
+    def add_results_listener(self, listener: ResultsListener) -> Callable[[], None]:
+        """Call ``listener`` with the results of each utility call that succeeds; gives its removal.
+
+        It must not wait or raise.
+        """
+        key = object()
+        self._results_listeners[key] = listener
+
+        def remove() -> None:
+            self._results_listeners.pop(key, None)
 
         return remove
 
@@ -416,6 +438,12 @@ class FrontendCore:
             self._urgent.append(engine)
         return call
 
+    def note_results(self, method: str, args: Sequence[Any], results: Mapping[int, Any]) -> None:
+        """Learn from a call that every engine has answered, and tell the listeners."""
+        self.facts.note_results(method, args, results)
+        for listener in list(self._results_listeners.values()):
+            listener(method, args, results)
+
     def close_call(self, call: UtilityCall) -> None:
         """Forget a call, settled or not; late answers are dropped."""
         self._utility_calls.close(call)
@@ -500,13 +528,13 @@ class FrontendCore:
 
     # Messages that come -------------------------------------------------------------------------
 
-    def receive(self, frames: Frames, connection: int | None) -> None:
+    def receive(self, frames: Frames, connection: int | None, now: float) -> None:
         """Handle a message of the output socket; ``connection`` is the number of its connection."""
-        if not self.receive_small(frames, connection):
-            for _ in self.receive_in_pieces(frames, connection):
+        if not self.receive_small(frames, connection, now):
+            for _ in self.receive_in_pieces(frames, connection, now):
                 pass
 
-    def receive_small(self, frames: Frames, connection: int | None) -> bool:
+    def receive_small(self, frames: Frames, connection: int | None, now: float) -> bool:
         """Handle a message like `receive` if it is small, and a batch as most are; whether it was."""
         connections = self._connections
         if len(frames) != 1 or len(frames[0]) > SMALL or not connections.is_proved(connection):
@@ -519,12 +547,14 @@ class FrontendCore:
             engine = self._engines.by_index[sender]
             if engine.state is not EngineState.DEAD:
                 self._receive_rows(engine, batch.rows, batch)
-                self._receive_rest(engine, batch)
+                self._receive_rest(engine, batch, now)
         except DecodeError as error:
             self._receive_undecodable(sender, error)
         return True
 
-    def receive_in_pieces(self, frames: Frames, connection: int | None) -> Iterator[None]:
+    def receive_in_pieces(
+        self, frames: Frames, connection: int | None, now: float
+    ) -> Iterator[None]:
         """Handle a message like `receive`; yields whenever others may have a turn.
 
         Anything may be called in between, except for another message of the output socket.
@@ -536,7 +566,7 @@ class FrontendCore:
                 self._receive_sentinel(sender)
             elif (yield from self._claim(connection, message)):
                 sender = message.engine_index
-                yield from self._receive_from(self._engines.by_index[sender], message)
+                yield from self._receive_from(self._engines.by_index[sender], message, now)
             else:
                 self._drop(FOR_OTHER_ENGINE)
         except DecodeError as error:
@@ -560,31 +590,34 @@ class FrontendCore:
         return connections.claim(connection, index, has_output=has_output)
 
     def _receive_from(
-        self, engine: Engine, message: UndecodedBatch | UtilityCallOutput | DpControlOutput
+        self,
+        engine: Engine,
+        message: UndecodedBatch | UtilityCallOutput | DpControlOutput,
+        now: float,
     ) -> Iterator[None]:
         if engine.state is EngineState.DEAD:
             return
         if isinstance(message, UndecodedBatch):
-            yield from self._receive_batch(engine, message)
+            yield from self._receive_batch(engine, message, now)
         elif isinstance(message, UtilityCallOutput):
             self._utility_calls.receive(engine.index, message.output)
         else:
             _log.warning("engine %d sent a wave notice here", engine.index)
 
-    def _receive_batch(self, engine: Engine, batch: UndecodedBatch) -> Iterator[None]:
+    def _receive_batch(self, engine: Engine, batch: UndecodedBatch, now: float) -> Iterator[None]:
         for rows in batch.row_pieces():
             self._receive_rows(engine, rows, batch)
             yield
             if engine.state is EngineState.DEAD:
                 return
-        self._receive_rest(engine, batch)
+        self._receive_rest(engine, batch, now)
 
-    def _receive_rest(self, engine: Engine, batch: UndecodedBatch) -> None:
+    def _receive_rest(self, engine: Engine, batch: UndecodedBatch, now: float) -> None:
         """Take in what a batch has besides rows."""
         if batch.finished_requests:
             self._receive_finished(engine, batch.finished_requests)
         if batch.has_stats:
-            self._receive_stats(engine, batch)
+            self._receive_stats(engine, batch, now)
 
     def _receive_rows(self, engine: Engine, rows: list[Any], batch: UndecodedBatch) -> None:
         """Hand each row to its sink: the hot path of the whole client."""
@@ -671,8 +704,8 @@ class FrontendCore:
                 )
                 self._fail_request(engine, request_id, error)
 
-    def _receive_stats(self, engine: Engine, batch: UndecodedBatch) -> None:
-        engine.stats_message = batch
+    def _receive_stats(self, engine: Engine, batch: UndecodedBatch, now: float) -> None:
+        engine.stats_message, engine.stats_time = batch, now
         if len(self._engines.alive) < 2 and not self._stats_listeners:
             return  # they are needed for nothing yet
         try:

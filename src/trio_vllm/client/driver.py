@@ -156,7 +156,7 @@ class CoreDriver:
         if not call.is_settled:
             raise UtilityTimeoutError(method, call.call_id, sorted(call.missing), timeout)
         results = call.outcome()
-        self.core.facts.note_results(method, args, results)
+        self.core.note_results(method, args, results)
         return results
 
     async def learn_supported_tasks(self, *, timeout: float = UTILITY_TIMEOUT) -> None:
@@ -278,10 +278,10 @@ class CoreDriver:
 
     def _hand_out(self, batch: list[Received]) -> Iterator[None]:
         """Give messages to the core; yields after each, and within those that take long."""
-        core, receive_small = self.core, self.core.receive_small
+        core, receive_small, now = self.core, self.core.receive_small, trio.current_time()
         for frames, connection in batch:
-            if not receive_small(frames, connection):
-                yield from core.receive_in_pieces(frames, connection)
+            if not receive_small(frames, connection, now):
+                yield from core.receive_in_pieces(frames, connection, now)
             yield
 
     def _is_more_than_a_slice(self, work: Iterator[None]) -> bool:

@@ -46,6 +46,22 @@ class EngineMessage:
     """The request that this is, if another engine may have it as well should this one be gone."""
 
 
+@attrs.frozen(kw_only=True)
+class EngineSnapshot:
+    """What was known of one engine at a time."""
+
+    is_alive: bool
+    """Whether it takes requests."""
+    is_stalled: bool
+    """See `EngineCoreClient.stalled_engines`."""
+    in_flight: int
+    """Our requests that have not ended there."""
+    stats: SchedulerStats | None
+    """Its newest statistics; None if it is dead, or has sent none that can be read."""
+    stats_time: float | None
+    """When they came, by trio's clock."""
+
+
 @attrs.define(eq=False)
 class Engine:
     """One engine core: its state, its requests, its load, and what it is to be sent."""
@@ -66,6 +82,8 @@ class Engine:
     """Its newest statistics; None unless a choice between engines, or a listener, needed them."""
     stats_message: UndecodedBatch | None = None
     """The message that its newest statistics came with."""
+    stats_time: float | None = None
+    """When that came."""
     has_bad_stats: bool = False
     """Whether statistics came that cannot be read."""
     sessions: set[str] = attrs.field(factory=set)
@@ -104,6 +122,17 @@ class Engine:
         """Take in newer statistics. They count whatever was added before they came."""
         self.stats = stats
         self.added_since_stats.clear()
+
+    def snapshot(self) -> EngineSnapshot:
+        """What is known of it now."""
+        stats = self._newest_stats()
+        return EngineSnapshot(
+            is_alive=self.state is EngineState.ALIVE,
+            is_stalled=self.is_stalled,
+            in_flight=len(self.requests),
+            stats=stats,
+            stats_time=None if stats is None else self.stats_time,
+        )
 
     # Stalls -------------------------------------------------------------------------------------
 

@@ -17,3 +17,4 @@ from trio_vllm.llm.request import EncodeRequest as EncodeRequest
 from trio_vllm.llm.request import GenerateRequest as GenerateRequest
 from trio_vllm.llm.statistics import EngineStatistics as EngineStatistics
 from trio_vllm.llm.statistics import LlmStatistics as LlmStatistics
+from trio_vllm.llm.statistics import TokenTotals as TokenTotals

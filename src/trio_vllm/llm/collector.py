@@ -37,6 +37,7 @@ from trio_vllm.protocol import (
     FinishReason,
     Frames,
     LogprobsCollector,
+    PrefillStats,
     Tensor,
 )
 
@@ -48,7 +49,6 @@ class Collector:
 
     __slots__ = (
         "_arrival_time",
-        "_cached_tokens",
         "_clock",
         "_delivered_count",
         "_end_time",
@@ -62,6 +62,7 @@ class Collector:
         "_outputs_with_extras",
         "_params",
         "_pooled",
+        "_prefill_stats",
         "_prompt_logprobs",
         "_prompt_tokens",
         "_remotely_cached_tokens",
@@ -111,7 +112,7 @@ class Collector:
         self._prompt_logprobs: LogprobsCollector | None = None
         self._pooled: Tensor | None = None
         self._events: list[EngineCoreEvent] = []
-        self._cached_tokens: int | None = None
+        self._prefill_stats: PrefillStats | None = None
         self._remotely_cached_tokens = _remotely_cached_tokens(request.sampling_params)
         self._last: EngineCoreOutput | None = None
         self._is_last_delivered = False
@@ -172,15 +173,22 @@ class Collector:
         if _has_extras(output):
             self._outputs_with_extras.append(output)
         if output.pooling_output is not None:
-            self._pooled = output.pooling_output
+            self._add_pooled(output.pooling_output, timestamp)
         if output.events:
             self._events += output.events
         if output.prefill_stats is not None:
-            self._cached_tokens = output.prefill_stats.num_cached_tokens
+            self._prefill_stats = output.prefill_stats
         if output.finished:
             self._last = output
             self._end_time = self._clock()
             self._waker.wake()
+
+    def _add_pooled(self, pooled: Tensor, timestamp: float) -> None:
+        self._pooled = pooled
+        if self._first_token_time is None:
+            self._first_token_time = self._clock()
+            if timestamp:
+                self._times.append(timestamp)
 
     def fail(self, error: EngineCoreError) -> None:
         self.error = error
@@ -200,6 +208,9 @@ class Collector:
 
     def abandon(self) -> None:
         """Note that the caller has left the request, which may have ended before."""
+
+    def refuse(self, error: BaseException) -> None:
+        """Note that the request was not submitted."""
 
     # Deliveries ---------------------------------------------------------------------------------
 
@@ -229,6 +240,16 @@ class Collector:
     def token_count(self) -> int:
         """Tokens so far, delivered or not."""
         return self._delivered_count + len(self._token_ids)
+
+    @property
+    def arrival_time(self) -> float:
+        """UNIX seconds."""
+        return self._arrival_time
+
+    @property
+    def prefill_stats(self) -> PrefillStats | None:
+        """Where its prompt tokens came from; None before the end of its prefill."""
+        return self._prefill_stats
 
     @property
     def is_due(self) -> bool:
@@ -369,7 +390,7 @@ class Collector:
 
     def _cached_for_caller(self) -> int | None:
         if self._remotely_cached_tokens is None:
-            return self._cached_tokens
+            return None if self._prefill_stats is None else self._prefill_stats.num_cached_tokens
         return min(max(self._remotely_cached_tokens, 0), self._prompt_tokens)
 
     def _weight_versions(self) -> tuple[WeightVersionSpan, ...]:

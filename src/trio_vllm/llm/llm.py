@@ -9,8 +9,17 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager
+from typing import Any
 
 import attrs
 import trio
@@ -25,7 +34,7 @@ from trio_vllm.llm.observers import (
     ObservedCollector,
     Observer,
     StatsLine,
-    waiting_count,
+    sleep_levels,
 )
 from trio_vllm.llm.output import CompletionDelta, EncodeOutput, GenerateOutput
 from trio_vllm.llm.request import (
@@ -36,7 +45,12 @@ from trio_vllm.llm.request import (
     to_engine_requests,
     to_pooling_request,
 )
-from trio_vllm.llm.statistics import EngineStatistics, LlmStatistics
+from trio_vllm.llm.statistics import (
+    LlmStatistics,
+    TokenCounter,
+    TokenTotals,
+    describe_engine,
+)
 from trio_vllm.protocol import EngineCoreRequest, SchedulerStats
 
 
@@ -185,35 +199,69 @@ class Llm:
         self._random = random.Random()  # our own: a program may seed the shared one like others do
         # By the caller's id; several requests may share it.
         self._generations: dict[str, list[Generation]] = {}
+        self._counter = TokenCounter(trio.current_time())
         if observers:
             for observer in observers:
                 observer.start(
                     client.engine_indices, client.max_model_len, client.engine_info.max_loras
                 )
             client.on_scheduler_stats(self._tell_stats)
+            client.on_utility_results(self._tell_results)
 
     @property
     def in_flight_count(self) -> int:
         """Requests of callers that have not ended; each may be several engine requests."""
         return sum(map(len, self._generations.values()))
 
-    def statistics(self) -> LlmStatistics:
-        """What is known now of engines and requests; `DecodeError` if statistics are garbled."""
-        client = self.client
-        in_flight, alive = client.statistics().requests_in_flight, client.engine_indices
-        stats = client.scheduler_stats()
+    def statistics(self, since: LlmStatistics | None = None) -> LlmStatistics:
+        """What is known now of engines and requests; statistics that cannot be read are left out.
+
+        Args:
+          since: Earlier ones, from which on throughput and hit rates are counted; else it is since
+            this `Llm` was made.
+        """
+        now, totals = trio.current_time(), self._counter.totals(self._in_flight())
+        oldest = self._oldest_ages()
         return LlmStatistics(
+            time=now,
             engines={
-                index: _engine_statistics(index in alive, in_flight.get(index, 0), stats.get(index))
-                for index in sorted(client.engine_info.ready_responses)
+                index: describe_engine(
+                    snapshot,
+                    totals.get(index, TokenTotals()),
+                    oldest.get(index),
+                    now=now,
+                    earlier=None if since is None else since.engines.get(index),
+                    since=self._counter.since if since is None else since.time,
+                )
+                for index, snapshot in self.client.engine_snapshots().items()
             },
             in_flight=self.in_flight_count,
         )
+
+    def _in_flight(self) -> Iterator[Collector]:
+        for generations in self._generations.values():
+            for generation in generations:
+                yield from generation.collectors[: generation.submitted_count]
+
+    def _oldest_ages(self) -> dict[int, float]:
+        """Seconds since the arrival of the oldest request that has not ended, by engine."""
+        ages: dict[int, float] = {}
+        now = self._clock()
+        for collector in self._in_flight():
+            if not collector.is_over:
+                age, index = now - collector.arrival_time, collector.engine_index
+                ages[index] = max(age, ages.get(index, 0.0))
+        return ages
 
     def _tell_stats(self, engine_index: int, stats: SchedulerStats) -> None:
         self._batch_tokens.end(engine_index)
         for observer in self._observers:
             observer.scheduler_stats(engine_index, stats)
+
+    def _tell_results(self, method: str, args: Sequence[Any], results: Mapping[int, Any]) -> None:
+        for engine_index, level in sleep_levels(method, args, results).items():
+            for observer in self._observers:
+                observer.sleep_level(engine_index, level)
 
     async def generate(self, request: GenerateRequest) -> GenerateOutput:
         """Complete a prompt and wait for the end.
@@ -368,6 +416,8 @@ class Llm:
         self, ids: RequestIds, children: list[EngineCoreRequest], interval: int
     ) -> Generation:
         waker = Waker()
+        if self._observers:
+            children = [self._with_trace_headers(child) for child in children]
         collectors = [
             self._collector(child, index, waker, interval) for index, child in enumerate(children)
         ]
@@ -377,8 +427,10 @@ class Llm:
             for child, collector in zip(children, collectors, strict=True):
                 self.client.driver.submit(child, collector)
                 generation.submitted_count += 1
-        except BaseException:
+        except BaseException as error:
             self._end(generation)
+            for collector in collectors[generation.submitted_count :]:
+                collector.refuse(error)
             raise
         for collector in collectors:
             collector.begin()
@@ -393,8 +445,16 @@ class Llm:
         generations.remove(generation)
         if not generations:
             del self._generations[generation.external_id]
+        self._counter.add_ended(submitted)
         if self._observers and submitted:
             self._tell_end(submitted)
+
+    def _with_trace_headers(self, request: EngineCoreRequest) -> EngineCoreRequest:
+        for observer in self._observers:
+            headers = observer.trace_headers(request)
+            if headers is not None:
+                request = attrs.evolve(request, trace_headers=dict(headers))
+        return request
 
     def _collector(
         self, request: EngineCoreRequest, index: int, waker: Waker, interval: int
@@ -420,20 +480,6 @@ class Llm:
         longest = max(collector.token_count for collector in collectors)
         for observer in self._observers:
             observer.request_over(collectors[-1].engine_index, len(collectors), longest)
-
-
-def _engine_statistics(
-    is_alive: bool, in_flight: int, stats: SchedulerStats | None
-) -> EngineStatistics:
-    if stats is None:
-        return EngineStatistics(is_alive=is_alive, in_flight=in_flight)
-    return EngineStatistics(
-        is_alive=is_alive,
-        in_flight=in_flight,
-        running=stats.num_running_reqs,
-        waiting=waiting_count(stats),
-        kv_cache_usage=stats.kv_cache_usage,
-    )
 
 
 @asynccontextmanager

@@ -6,7 +6,8 @@
 
 Names, labels and default buckets are those of ``vllm/v1/metrics/loggers.py`` (``PrometheusStatLogger``)
 and of ``rust/src/metrics``, so dashboards made for vLLM work. Not here is what only an HTTP frontend
-can know (admission, multimodal cache), and what only an engine's configuration tells (cache, watermark).
+can know (admission, multimodal cache), and what only an engine's configuration tells (cache); that
+engines have a watermark is to be stated.
 
 What engines do not measure has no series: gauges begin with an engine's first statistics, preemptions
 with its first event, transfers with the first statistics of the connector. All other counters stand at
@@ -43,6 +44,7 @@ from trio_vllm.llm.connectors import (
 from trio_vllm.llm.observers import AdapterState, FinishedCompletion, Observer, waiting_count
 from trio_vllm.protocol import (
     EngineCoreEvent,
+    EngineCoreSamplingParams,
     EventType,
     FinishReason,
     PrefillStats,
@@ -162,6 +164,8 @@ _SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 _CACHE_SOURCES = ("device", "host", "p2p", "disk", "external_unspecified")
 _STAGES = ("waiting_to_start", "in_progress", "completed_waiting")
 _REASONS = ("capacity", "deferred")
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+_WATERMARKS = ("watermarked", "skipped", "not_watermarked")
 
 _METRICS = {
     # The state of an engine
@@ -172,6 +176,12 @@ _METRICS = {
     ),
     "num_requests_kv_fetch_by_stage": _gauge(
         "Waiting requests by the stage of their KV transfer.", "stage", _STAGES, LATER
+    ),
+    "engine_sleep_state": _gauge(
+        "1 for the state that this client has put the engine into; engines begin awake.",
+        "sleep_state",
+        _SLEEP_STATES,
+        START,
     ),
     "kv_cache_usage_perc": _gauge("Used part of the KV cache; 1 is all of it."),
     # Caches
@@ -282,6 +292,12 @@ _METRICS = {
     "mooncake_store_operation_failed_keys": _operation_counter("Keys that failed."),
 }
 
+_WATERMARK_METRICS = {
+    "watermark_requests": _labelled(
+        "Finished requests by whether the engine marked them.", "status", _WATERMARKS
+    )
+}
+
 _ADAPTERS = "lora_requests_info"
 _ADAPTER_LABELS = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
 
@@ -298,6 +314,7 @@ class LlmMetrics(Observer):
         *,
         model_name: str = "",
         buckets: Mapping[str, Sequence[float]] | None = None,
+        watermarking: bool = False,
     ) -> None:
         """Keep the arguments; `start` registers.
 
@@ -305,6 +322,8 @@ class LlmMetrics(Observer):
           registry: Where the metrics go.
           model_name: The label of that name on all metrics.
           buckets: Upper bounds for all histograms of a family, instead of `BUCKETS`.
+          watermarking: Whether the engines run with a ``watermark_config``, which they do not tell;
+            then there is ``watermark_requests``.
 
         Raises:
           ConfigurationError: Buckets that upstream would not take either.
@@ -313,6 +332,7 @@ class LlmMetrics(Observer):
         self._registry = registry
         self._model_name = model_name
         self._buckets = {**BUCKETS, **(buckets or {})}
+        self._table = {**_METRICS, **(_WATERMARK_METRICS if watermarking else {})}
         self._metrics: dict[str, Any] = {}
         self._children: dict[tuple[str, ...], Any] = {}
         self._begun: set[tuple[int, str]] = set()
@@ -326,10 +346,11 @@ class LlmMetrics(Observer):
         self._adapters = _Adapters(self._metrics[_ADAPTERS], str(max_loras))
         for engine_index in engine_indices:
             self._begin(engine_index, START)
+            self.sleep_level(engine_index, None)
 
     def _register_all(self, lengths: Sequence[float]) -> None:
         families = {**self._buckets, REQUEST_TOKENS: lengths}
-        for name, metric in _METRICS.items():
+        for name, metric in self._table.items():
             options = {}
             if metric.kind is Histogram:
                 bounds = metric.buckets
@@ -348,7 +369,7 @@ class LlmMetrics(Observer):
         if (engine_index, since) in self._begun:
             return
         self._begun.add((engine_index, since))
-        for name, metric in _METRICS.items():
+        for name, metric in self._table.items():
             if metric.since == since:
                 for value in metric.values:
                     self._child(engine_index, name, value)
@@ -450,6 +471,12 @@ class LlmMetrics(Observer):
         ):
             self._child(engine_index, name + suffix, *labels).inc(number)
 
+    def sleep_level(self, engine_index: int, level: int | None) -> None:
+        names: dict[int | None, str] = {None: "awake", 1: "weights_offloaded", 2: "discard_all"}
+        for state in _SLEEP_STATES:
+            child = self._child(engine_index, "engine_sleep_state", state)
+            child.set(state == names.get(level))
+
     # What becomes of requests -------------------------------------------------------------------
 
     def batch(self, engine_index: int, prompt_tokens: int, output_tokens: int) -> None:
@@ -482,9 +509,12 @@ class LlmMetrics(Observer):
         self._observe(engine_index, "inter_token_latency_seconds", seconds)
 
     def finished(self, engine_index: int, completion: FinishedCompletion) -> None:
-        usage, timings = completion.usage, completion.timings
+        usage, timings, params = completion.usage, completion.timings, completion.sampling_params
         self._count(engine_index, "request_success", 1, str(completion.finish_reason))
         self._count(engine_index, "corrupted_requests", completion.is_corrupted)
+        if "watermark_requests" in self._table:
+            status = _watermark_status(completion.sampling_params)
+            self._count(engine_index, "watermark_requests", 1, status)
         for name, number in (
             ("e2e_request_latency_seconds", timings.e2e_latency),
             ("request_queue_time_seconds", timings.queued_time),
@@ -500,13 +530,21 @@ class LlmMetrics(Observer):
             ("request_prompt_tokens", usage.prompt_tokens),
             ("request_generation_tokens", usage.output_tokens),
             ("request_prefill_kv_computed_tokens", completion.computed_prompt_tokens),
-            ("request_params_max_tokens", completion.max_tokens),
+            ("request_params_max_tokens", None if params is None else params.max_tokens),
         ):
             self._observe(engine_index, name, number)
 
     def request_over(self, engine_index: int, completion_count: int, longest: int) -> None:
         self._observe(engine_index, "request_params_n", completion_count)
         self._observe(engine_index, "request_max_num_generation_tokens", longest)
+
+
+def _watermark_status(params: EngineCoreSamplingParams | None) -> str:
+    """What the engine does with a request; it takes no word for no, which upstream's frontend fills in."""
+    if params is None or not params.watermarking:
+        return "not_watermarked"
+    is_possible = params.temperature != 0 and params.trace_decode_token_ids is None
+    return "watermarked" if is_possible else "skipped"
 
 
 class _Adapters:

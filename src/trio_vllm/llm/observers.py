@@ -6,8 +6,9 @@ import enum
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
+from typing import Any
 
 import attrs
 import trio
@@ -20,6 +21,7 @@ from trio_vllm.protocol import (
     EngineCoreEvent,
     EngineCoreOutput,
     EngineCoreRequest,
+    EngineCoreSamplingParams,
     EventType,
     FinishReason,
     PrefillStats,
@@ -40,10 +42,17 @@ class AdapterState(enum.Enum):
 class FinishedCompletion:
     """One engine request that has ended, as `Observer.finished` gets it."""
 
+    request_id: str
+    """The engine's."""
+    external_request_id: str
+    """The caller's."""
+    sampling_params: EngineCoreSamplingParams | None
+    """None if the prompt was pooled."""
+    arrival_time: float
+    """UNIX seconds."""
     finish_reason: FinishReason
     usage: Usage
     timings: RequestTimings
-    max_tokens: int | None
     preemption_count: int | None
     """None if the engine sends no events."""
     computed_prompt_tokens: int
@@ -56,8 +65,8 @@ class FinishedCompletion:
 class Observer:
     """Base of what `Llm` calls for each event, by engine; its methods do nothing. Times are seconds.
 
-    They are called in the task that hands out outputs, so they must not wait or raise. A request that
-    an engine refuses before it runs is not told of.
+    They are called in the task that hands out outputs, so they must not wait or raise. Of a request
+    that is refused before it runs only `trace_headers` and `over` tell.
     """
 
     def start(self, engine_indices: Iterable[int], max_model_len: int, max_loras: int) -> None:
@@ -65,6 +74,15 @@ class Observer:
 
     def scheduler_stats(self, engine_index: int, stats: SchedulerStats) -> None:
         """An engine has sent its statistics."""
+
+    def sleep_level(self, engine_index: int, level: int | None) -> None:
+        """This client has put an engine to sleep, at this level, or woken it up, which is None."""
+
+    def trace_headers(self, request: EngineCoreRequest) -> Mapping[str, str] | None:
+        """An engine request is about to be sent; gives headers in place of its own, or None.
+
+        Called in the caller's task. `over` follows in any case.
+        """
 
     def batch(self, engine_index: int, prompt_tokens: int, output_tokens: int) -> None:
         """A message of an engine had tokens: so many computed in prefills, so many new ones."""
@@ -79,13 +97,16 @@ class Observer:
         """The prefill of a request has ended."""
 
     def first_tokens(self, engine_index: int, seconds: float) -> None:
-        """The first tokens of a request came this long after its arrival."""
+        """The first tokens of a request, or its pooled prompt, came this long after its arrival."""
 
     def tokens(self, engine_index: int, count: int, seconds: float | None) -> None:
         """Tokens of a request came, this long after its previous ones; None with the first."""
 
     def finished(self, engine_index: int, completion: FinishedCompletion) -> None:
         """An engine request has ended; not called for one that failed with its engine."""
+
+    def over(self, request_id: str, failure: str) -> None:
+        """The caller has done with an engine request; ``failure`` says why it failed, if it did."""
 
     def request_over(self, engine_index: int, completion_count: int, longest: int) -> None:
         """All completions of a prompt have ended; the longest has this many tokens."""
@@ -126,6 +147,24 @@ class BatchTokens:
                 observer.batch(engine_index, batch.prompt_tokens, batch.output_tokens)
 
 
+def sleep_levels(
+    method: str, args: Sequence[Any], results: Mapping[int, Any]
+) -> dict[int, int | None]:
+    """Tell the new sleep levels of engines by a utility call that has succeeded, if it sets any.
+
+    As ``AsyncLLM`` in ``vllm/v1/engine/async_llm.py`` notes them; None is awake.
+    """
+    match method:
+        case "sleep":
+            return dict.fromkeys(results, args[0] if args else 1)
+        case "release_kv_cache_memory":
+            return dict.fromkeys(results, 0)
+        case "wake_up":
+            return {index: None for index, is_awake in results.items() if is_awake is not False}
+        case _:
+            return {}
+
+
 _ADAPTER_STATES = {
     EventType.QUEUED: AdapterState.WAITING,
     EventType.SCHEDULED: AdapterState.RUNNING,
@@ -139,6 +178,7 @@ class ObservedCollector(Collector):
     __slots__ = (
         "_adapter",
         "_batch_tokens",
+        "_external_id",
         "_is_corrupted",
         "_last_time",
         "_observers",
@@ -159,6 +199,7 @@ class ObservedCollector(Collector):
         super().__init__(request, index, waker, clock, interval=interval)
         self._observers = observers
         self._batch_tokens = batch_tokens
+        self._external_id = request.external_req_id or request.request_id
         # What is no adapter is for the client to refuse.
         self._adapter: str | None = getattr(request.lora_request, "lora_name", None)
         self._last_time: float | None = None
@@ -175,14 +216,20 @@ class ObservedCollector(Collector):
         seconds = timestamp - last if timestamp and last is not None else None
         self._batch_tokens.add(self.engine_index, timestamp, 0, len(token_ids))
         for observer in self._observers:
-            if is_first and self._first_token_time is not None:
-                observer.first_tokens(
-                    self.engine_index, self._first_token_time - self._arrival_time
-                )
+            if is_first:
+                self._tell_first(observer)
             observer.tokens(self.engine_index, len(token_ids), seconds)
 
+    def _tell_first(self, observer: Observer) -> None:
+        if self._first_token_time is not None:
+            observer.first_tokens(self.engine_index, self._first_token_time - self._arrival_time)
+
     def add_output(self, output: EngineCoreOutput, timestamp: float, version: str | None) -> None:
+        is_first = self._first_token_time is None
         super().add_output(output, timestamp, version)
+        if is_first and output.pooling_output is not None:
+            for observer in self._observers:
+                self._tell_first(observer)
         for event in output.events or ():
             self._tell_event(event)
         if output.prefill_stats is not None:
@@ -197,6 +244,17 @@ class ObservedCollector(Collector):
             self._tell_end(FinishReason.ABORT)
         elif self.error is not None:
             self._tell_adapter(AdapterState.OVER)
+        failure = "" if self.error is None else str(self.error)
+        if self.is_refused and self._last is not None and self._last.error is not None:
+            failure = self._last.error.message
+        self._tell_over(failure)
+
+    def refuse(self, error: BaseException) -> None:
+        self._tell_over(str(error))
+
+    def _tell_over(self, failure: str) -> None:
+        for observer in self._observers:
+            observer.over(self.request_id, failure)
 
     def _tell_event(self, event: EngineCoreEvent) -> None:
         if event.type is EventType.PREEMPTED:
@@ -221,16 +279,23 @@ class ObservedCollector(Collector):
             return
         progress = self._progress()
         completion = FinishedCompletion(
+            request_id=self.request_id,
+            external_request_id=self._external_id,
+            sampling_params=self._params,
+            arrival_time=self._arrival_time,
             finish_reason=reason,
             usage=progress.usage(),
             timings=progress.timings(),
-            max_tokens=None if self._params is None else self._params.max_tokens,
             preemption_count=self._preemption_count if self._events else None,
-            computed_prompt_tokens=max(self._prompt_tokens - (self._cached_tokens or 0), 0),
+            computed_prompt_tokens=self._computed_prompt_tokens(),
             is_corrupted=self._is_corrupted,
         )
         for observer in self._observers:
             observer.finished(self.engine_index, completion)
+
+    def _computed_prompt_tokens(self) -> int:
+        cached = 0 if self._prefill_stats is None else self._prefill_stats.num_cached_tokens
+        return max(self._prompt_tokens - cached, 0)
 
 
 _log = logging.getLogger("trio_vllm.llm")

@@ -52,11 +52,11 @@ class RequestTimings:
     e2e_latency: float
     """From arrival to the last output; before there is one, to this delivery."""
     time_to_first_token: float | None
-    """From arrival to the first output with a token."""
+    """From arrival to the first output with a token, or with the pooled prompt."""
     events: Sequence[EngineCoreEvent]
     """When the request was queued, scheduled and preempted, by the engine's clock."""
     token_times: Sequence[float]
-    """When each output with tokens was made, by the engine's clock."""
+    """When each output with tokens, or the pooled prompt, was made, by the engine's clock."""
     output_tokens: int
 
     @property
