@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar
 
 from cyclopts import App, ArgumentCollection, CycloptsError, Parameter
 from cyclopts.config import Dict, Env
@@ -51,7 +51,7 @@ class OutputError(Exception):
 
 def new_app(name: str, description: str, **options: Any) -> App:
     """An app that reads the command line, then ``NAME_*`` variables, then ``--config FILE.toml``."""
-    return App(
+    app = App(
         name=name,
         help=description,
         version=lambda: importlib.metadata.version("trio-vllm"),
@@ -65,6 +65,14 @@ def new_app(name: str, description: str, **options: Any) -> App:
         version_format="plaintext",
         **options,
     )
+
+    @app.command(name="--completion")
+    def print_completion(shell: Literal["bash", "fish", "zsh"], /) -> int:
+        """Print a script that lets this shell complete options."""
+        write_output(app.generate_completion(shell=shell))
+        return 0
+
+    return app
 
 
 def read_config_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
