@@ -151,7 +151,7 @@ class Opening(AbstractAsyncContextManager[T_co, bool | None], Generic[T_co]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool | None:
-        return await self._manager.__aexit__(kind, error, traceback)
+        return await self._manager.__aexit__(kind, error, traceback)  # noqa: ASYNC102
 
     def __await__(self) -> NoReturn:
         raise TypeError(self._advice("cannot be awaited"))

@@ -126,7 +126,7 @@ class _Run:
         batches = [[smoke] for smoke in smokes]
         if not self.options.spawn and not self.options.mock:
             batches = [list(smokes)]
-        with trio.move_on_after(self.options.timeout) as limit:
+        with trio.move_on_after(self.options.timeout) as limit:  # noqa: ASYNC912
             for batch in batches:
                 await self._run_batch(batch)
         if limit.cancelled_caught:
