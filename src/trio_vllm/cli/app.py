@@ -299,6 +299,10 @@ class _Formatter(logging.Formatter):
 class _Handler(logging.StreamHandler[TextIO]):
     """Drops what standard error does not take, instead of printing a traceback to it."""
 
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr  # which a live view replaces, so that lines come above it
+        super().emit(record)
+
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
         if isinstance(sys.exc_info()[1], OSError):
             _discard(sys.stderr)
