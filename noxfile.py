@@ -11,7 +11,7 @@ nox.options.sessions = ["lint", "typing", "tests", "build"]
 nox.options.error_on_missing_interpreters = False  # also in CI: test on what there is
 
 ROOT = Path(__file__).parent
-CHECKED = ["src", "tests", "smoke", "noxfile.py"]
+CHECKED = ["src", "tests", "smoke", "examples", "docs/conf.py", "noxfile.py"]
 """What is ours to check: a clone may hold other files, such as the README's ``hello.py``."""
 
 PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
@@ -53,7 +53,13 @@ def lint(session: nox.Session) -> None:
     session.run(*check_async, "ASYNC109", *ours)
     # A test need not wait (ASYNC91x, ASYNC124); a script may block on a process or a file (ASYNC2xx).
     relaxed = "ASYNC109,ASYNC113,ASYNC114,ASYNC116,ASYNC900,ASYNC91,ASYNC124,ASYNC2"
-    session.run(*check_async, relaxed, *python_files("tests"), *python_files("smoke"))
+    session.run(
+        *check_async,
+        relaxed,
+        *python_files("tests"),
+        *python_files("smoke"),
+        *python_files("examples"),
+    )
 
 
 @nox.session

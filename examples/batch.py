@@ -9,6 +9,7 @@ line has the number of its input line, and the completion or what went wrong.
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import trio
 
@@ -34,7 +35,7 @@ async def main(prompts: str, completions: str, address: str = "tcp://127.0.0.1:2
         async with llm.map(read_requests(prompts), limit=256, retries=2) as results:
             async for request, output in results:
                 if isinstance(output, EngineCoreError):
-                    answer = {"error": str(output)}
+                    answer: dict[str, object] = {"error": str(output)}
                 else:
                     answer = {
                         "token_ids": output.token_ids,
@@ -43,4 +44,4 @@ async def main(prompts: str, completions: str, address: str = "tcp://127.0.0.1:2
                 await out.write(json.dumps({"line": request.request_id, **answer}) + "\n")
 
 
-trio.run(main, *sys.argv[1:])
+trio.run(partial(main, *sys.argv[1:]))

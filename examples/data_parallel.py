@@ -5,6 +5,7 @@ mock-engine --engine-count 4 & python examples/data_parallel.py [HANDSHAKE_ADDRE
 
 import sys
 from collections import Counter
+from functools import partial
 
 import trio
 
@@ -34,4 +35,4 @@ async def main(address: str = "tcp://127.0.0.1:29550") -> None:
             print(f"pinned to {index}: answered by {output.completions[0].engine_index}")
 
 
-trio.run(main, *sys.argv[1:])
+trio.run(partial(main, *sys.argv[1:]))

@@ -6,6 +6,7 @@ Needs ``pip install "trio-vllm[metrics]"``.
 """
 
 import sys
+from functools import partial
 
 import trio
 from prometheus_client import CollectorRegistry, generate_latest
@@ -35,4 +36,4 @@ async def main(address: str = "tcp://127.0.0.1:29550") -> None:
             print(line)
 
 
-trio.run(main, *sys.argv[1:])
+trio.run(partial(main, *sys.argv[1:]))

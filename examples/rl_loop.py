@@ -7,6 +7,7 @@ tokens, so that those of an older version can be weighted or dropped.
 """
 
 import sys
+from functools import partial
 
 import trio
 
@@ -58,4 +59,4 @@ async def main(address: str = "tcp://127.0.0.1:29550") -> None:
             print(f"round {number}: {len(samples)} samples of {', '.join(versions)}")
 
 
-trio.run(main, *sys.argv[1:])
+trio.run(partial(main, *sys.argv[1:]))

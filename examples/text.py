@@ -7,6 +7,7 @@ Needs ``pip install tokenizers jinja2`` and the folder of the model that the eng
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import jinja2
@@ -62,4 +63,4 @@ async def main(folder: str, message: str, address: str = "tcp://127.0.0.1:29550"
     print(model.decode(token_ids)[len(printed) :])
 
 
-trio.run(main, *sys.argv[1:])
+trio.run(partial(main, *sys.argv[1:]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -15,6 +16,7 @@ import trio
 import trio_vllm.asyncio
 from trio_vllm import (
     EncodeRequest,
+    EngineCommandError,
     FinishReason,
     GenerateRequest,
     HandshakeOwner,
@@ -362,3 +364,109 @@ async def test_under_trio_it_says_so(address: str) -> None:
     with pytest.raises(RuntimeError):
         async with trio_vllm.asyncio.open_llm(HandshakeOwner(handshake_address=address)):
             pytest.fail("there is no asyncio loop")
+
+
+# Many requests, and engines of one's own ------------------------------------------------------------
+
+
+async def asynchronous(requests: list[GenerateRequest]) -> AsyncIterator[GenerateRequest]:
+    """Give them one by one, with a wait of asyncio's between."""
+    for each in requests:
+        await asyncio.sleep(0)
+        yield each
+
+
+@pytest.mark.parametrize("source", [list, asynchronous])
+def test_map(address: str, source: Callable[[list[GenerateRequest]], Any]) -> None:
+    """Pairs come in the order asked for; a request that fails does not end the others."""
+    requests = [request(n) for n in (3, -1, 1, 2)]
+
+    async def once() -> list[int | str]:
+        async with opened(address) as llm:
+            async with llm.map(source(requests), limit=2, ordered=True) as results:
+                return [
+                    type(output).__name__
+                    if isinstance(output, Exception)
+                    else len(output.token_ids) * (given is requests[position])
+                    async for position, (given, output) in enumerated(results)
+                ]
+
+    assert asyncio.run(once()) == [3, "InvalidFieldError", 1, 2]
+
+
+async def enumerated(items: AsyncIterator[Any]) -> AsyncIterator[tuple[int, Any]]:
+    """What `enumerate` is for other iterators."""
+    position = 0
+    async for item in items:
+        yield position, item
+        position += 1
+
+
+@on_asyncio
+async def test_leaving_a_map_early_aborts(address: str) -> None:
+    """What is in flight, and the wait for further requests; the loop goes on."""
+
+    async def endless() -> AsyncIterator[GenerateRequest]:
+        yield request(1)
+        yield request(1_000_000)
+        await asyncio.Event().wait()
+
+    async with opened(address) as llm:
+        async with llm.map(endless()) as results:
+            async for _, output in results:
+                assert not isinstance(output, Exception)
+                assert len(output.token_ids) == 1
+                break
+
+        assert llm.trio.client.in_flight_count == 0
+        assert len((await llm.generate(request(3))).token_ids) == 3
+
+
+@on_asyncio
+async def test_an_error_of_the_requests(address: str) -> None:
+    """It comes out of the iteration, bare."""
+
+    async def broken() -> AsyncIterator[GenerateRequest]:
+        yield request(1)
+        raise ZeroDivisionError
+
+    async with opened(address) as llm:
+        with pytest.raises(ZeroDivisionError):
+            async with llm.map(broken()) as results:
+                async for _ in results:
+                    pass
+
+
+@on_asyncio
+async def test_spawned_engines(address: str) -> None:
+    """They are for `open_llm`, and end with the block."""
+    command = [sys.executable, "-m", "trio_vllm", "mock-engine", "--handshake-address", "{address}"]
+    async with trio_vllm.asyncio.spawn_engine(command, handshake_address=address) as engine:
+        async with trio_vllm.asyncio.open_llm(engine) as llm:
+            assert len((await llm.generate(request())).token_ids) == 4
+
+    assert len(asyncio.all_tasks()) == 1
+
+
+@on_asyncio
+async def test_a_command_that_cannot_start(address: str) -> None:
+    """The error is that of trio's side."""
+    with pytest.raises(EngineCommandError):
+        async with trio_vllm.asyncio.spawn_engine(["/no/such/program", address]):
+            pytest.fail("there is nothing to start")
+
+
+@pytest.mark.parametrize(
+    "door", [trio_vllm.asyncio.open_llm, trio_vllm.open_llm], ids=["asyncio", "trio"]
+)
+def test_opening_without_async_with(address: str, door: Callable[..., Any]) -> None:
+    """What was forgotten is in the error."""
+    opening = door(HandshakeOwner(handshake_address=address))
+
+    async def wait() -> None:
+        await opening
+
+    with pytest.raises(
+        TypeError, match=r"cannot be awaited: write `async with open_llm\(\.\.\.\) as"
+    ):
+        asyncio.run(wait())

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import NoReturn
 
 import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trio_vllm.concurrency import running
+from trio_vllm.concurrency import explains_misuse, running
 from trio_vllm.errors import InternalError
 
 
@@ -255,3 +257,47 @@ def test_ctrl_c_while_the_pumps_end_strikes_afterwards() -> None:
             await trio.lowlevel.checkpoint()
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+# A block's value without a block ------------------------------------------------------------------
+
+
+@explains_misuse
+@asynccontextmanager
+async def open_seven(extra: int = 0) -> AsyncIterator[int]:
+    """Seven, and something."""
+    await trio.lowlevel.checkpoint()
+    yield 7 + extra
+
+
+async def test_a_block_that_is_well_opened() -> None:
+    """It gets the value, and its errors go through the function."""
+    async with open_seven(extra=1) as value:
+        assert value == 8
+    with pytest.raises(ZeroDivisionError):
+        async with open_seven():
+            raise ZeroDivisionError
+
+
+async def test_awaiting_in_place_of_opening() -> None:
+    """The error says what to write."""
+    with pytest.raises(
+        TypeError, match=r"open_seven\(\.\.\.\) cannot be awaited: write `async with"
+    ):
+        await open_seven()
+
+
+def test_opening_with_plain_with() -> None:
+    """So does this one."""
+    with pytest.raises(TypeError, match="is no block for `with`: write `async with open_seven"):
+        with open_seven():
+            pytest.fail("there is no value")
+
+
+def test_using_what_is_not_open() -> None:
+    """And this one, which is what `hasattr` expects."""
+    opening = open_seven()
+
+    with pytest.raises(AttributeError, match="has no 'bit_length': write `async with open_seven"):
+        opening.bit_length()
+    assert not hasattr(opening, "bit_length")

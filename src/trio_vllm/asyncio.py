@@ -11,21 +11,23 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import trio
 
 from trio_vllm import llm as trio_llm
+from trio_vllm import spawn
+from trio_vllm.concurrency import explains_misuse
+from trio_vllm.errors import EngineCoreError
 from trio_vllm.llm import (
     CompletionDelta,
     EncodeOutput,
     EncodeRequest,
     GenerateOutput,
     GenerateRequest,
-    GenerateStream,
     LlmStatistics,
 )
 
@@ -49,14 +51,34 @@ class Llm:
         return await self._guest.run(self.trio.generate, request)
 
     @asynccontextmanager
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[Stream]:
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[Stream[CompletionDelta]]:
         """Complete a prompt; the block's value iterates over what is new.
 
         Leaving the block early, for whatever reason, aborts the request. See
         `trio_vllm.Llm.stream`.
         """
         async with self._guest.enter(self.trio.stream(request)) as stream:
-            yield Stream(self._guest, stream)
+            yield Stream(self._guest, stream, stream.request_id)
+
+    @asynccontextmanager
+    async def map(
+        self,
+        requests: Iterable[GenerateRequest] | AsyncIterable[GenerateRequest],
+        *,
+        limit: int = 256,
+        ordered: bool = False,
+        retries: int = 0,
+    ) -> AsyncIterator[Stream[tuple[GenerateRequest, GenerateOutput | EngineCoreError]]]:
+        """Complete many prompts; the block's value iterates over pairs of request and output.
+
+        Arguments and errors are those of `trio_vllm.Llm.map`. An asynchronous iterable runs on
+        asyncio. Leaving the block aborts what is in flight.
+        """
+        if isinstance(requests, AsyncIterable):
+            requests = _FromAsyncio(requests)
+        manager = self.trio.map(requests, limit=limit, ordered=ordered, retries=retries)
+        async with self._guest.enter(manager) as results:
+            yield Stream(self._guest, results)
 
     async def encode(self, request: EncodeRequest) -> EncodeOutput:
         """Pool a prompt; see `trio_vllm.Llm.encode`. Cancelled like `generate`."""
@@ -86,21 +108,21 @@ class Llm:
         return await self._guest.run(function, *args)
 
 
-class Stream:
-    """An asynchronous iterator over what is new of a prompt's completions; see `Llm.stream`."""
+class Stream(Generic[T]):
+    """An asynchronous iterator over what comes of one request or of many; see `Llm.stream`."""
 
-    def __init__(self, guest: GuestRun, stream: GenerateStream) -> None:
+    def __init__(self, guest: GuestRun, stream: AsyncIterator[T], request_id: str = "") -> None:
         self._guest = guest
         self._stream = stream
-        self.request_id = stream.request_id
-        """The caller's id."""
+        self.request_id = request_id
+        """The caller's id; empty if these are the outputs of many."""
         # What trio's side has taken from its stream stays here if who waited for it was cancelled.
-        self._deliveries: deque[CompletionDelta] = deque()
+        self._deliveries: deque[T] = deque()
 
-    def __aiter__(self) -> Stream:
+    def __aiter__(self) -> Stream[T]:
         return self
 
-    async def __anext__(self) -> CompletionDelta:
+    async def __anext__(self) -> T:
         """Wait for the next delivery; see `trio_vllm.GenerateStream`.
 
         Cancellation:
@@ -118,6 +140,31 @@ class Stream:
         self._deliveries.append(await self._stream.__anext__())
 
 
+class _FromAsyncio(AsyncIterator[T]):
+    """Iterates on asyncio for a task of trio's in the same thread."""
+
+    def __init__(self, iterable: AsyncIterable[T]) -> None:
+        self._iterator = aiter(iterable)
+        self._loop = asyncio.get_running_loop()
+
+    async def __anext__(self) -> T:
+        task = self._loop.create_task(self._next())
+        done = trio.Event()
+        task.add_done_callback(lambda _: done.set())
+        try:
+            await done.wait()
+        except trio.Cancelled:
+            task.cancel()
+            with trio.CancelScope(shield=True):
+                await done.wait()
+            raise
+        return task.result()
+
+    async def _next(self) -> T:
+        return await anext(self._iterator)
+
+
+@explains_misuse
 @asynccontextmanager
 async def open_llm(mode: Any, **options: Any) -> AsyncIterator[Llm]:
     """Connect to engine cores; the block's value generates.
@@ -132,6 +179,23 @@ async def open_llm(mode: Any, **options: Any) -> AsyncIterator[Llm]:
     """
     async with _guest_run() as guest, guest.enter(trio_llm.open_llm(mode, **options)) as llm:
         yield Llm(guest, llm)
+
+
+@explains_misuse
+@asynccontextmanager
+async def spawn_engine(
+    command: Sequence[str], **options: Any
+) -> AsyncIterator[spawn.SpawnedEngine]:
+    """Start engines with a command; the block's value is for `open_llm`.
+
+    Arguments and errors are those of `trio_vllm.spawn_engine`.
+
+    Cancellation:
+      Ends the command, more hastily.
+    """
+    manager = spawn.spawn_engine(command, **options)
+    async with _guest_run() as guest, guest.enter(manager) as engine:
+        yield engine
 
 
 class GuestRun:

@@ -1,14 +1,18 @@
 """`running` runs tasks beside a block of code; `Waker` wakes the one task that waits for it.
 
 The only place that takes exceptions out of groups. It keeps all of them out of the nursery, which
-would wrap them, and sorts them when the nursery is closed.
+would wrap them, and sorts them when the nursery is closed. `explains_misuse` is for functions whose
+value is a block's.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from types import TracebackType
+from typing import Generic, NoReturn, ParamSpec, TypeVar
 
 import attrs
 import trio
@@ -17,6 +21,9 @@ from trio_vllm.errors import InternalError
 
 # Whoever wants our log configures it; without this Python would print warnings to standard error.
 logging.getLogger("trio_vllm").addHandler(logging.NullHandler())
+
+P = ParamSpec("P")
+T_co = TypeVar("T_co", covariant=True)
 
 
 @asynccontextmanager
@@ -126,3 +133,48 @@ class Waker:
     def _abort(self, _: trio.lowlevel.RaiseCancelT) -> trio.lowlevel.Abort:
         self._task = None
         return trio.lowlevel.Abort.SUCCEEDED
+
+
+class Opening(AbstractAsyncContextManager[T_co, bool | None], Generic[T_co]):
+    """An asynchronous context manager that says so when it is taken for its value."""
+
+    def __init__(self, function: str, manager: AbstractAsyncContextManager[T_co]) -> None:
+        self._function = function
+        self._manager = manager
+
+    async def __aenter__(self) -> T_co:
+        return await self._manager.__aenter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        return await self._manager.__aexit__(kind, error, traceback)  # noqa: ASYNC102
+
+    def __await__(self) -> NoReturn:
+        raise TypeError(self._advice("cannot be awaited"))
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError(self._advice("is no block for `with`"))
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(self._advice(f"has no {name!r}"), name=name, obj=self)
+
+    def _advice(self, fault: str) -> str:
+        return f"{self._function}(...) {fault}: write `async with {self._function}(...) as ...:`"
+
+
+def explains_misuse(
+    function: Callable[P, AbstractAsyncContextManager[T_co]],
+) -> Callable[P, Opening[T_co]]:
+    """Decorate a function that gives an asynchronous context manager, which shall be an `Opening`."""
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Opening[T_co]:
+        return Opening(function.__name__, function(*args, **kwargs))
+
+    return wrapper

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 import attrs
 import trio
 
-from trio_vllm.concurrency import running
+from trio_vllm.concurrency import explains_misuse, running
 from trio_vllm.errors import ConfigurationError, EngineCommandError, EngineDeadError
 from trio_vllm.processes import (
     ChildProcess,
@@ -41,6 +41,7 @@ SPAWNED_END = EndTimes(normal=5.0, hurried=0.3)
 """How long spawned engines may take to end; a program that is stopped has a second at most."""
 
 
+@explains_misuse
 @asynccontextmanager
 async def spawn_engine(
     command: Sequence[str],

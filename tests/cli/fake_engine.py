@@ -94,6 +94,7 @@ class FakeEngine:
     """Completes prompts and answers the utility calls of a smoke."""
 
     index: int = 0
+    data_parallel_size: int = attrs.field(default=1, kw_only=True)
     complete: Callable[[EngineCoreRequest], Iterator[EngineCoreOutput]] = token_by_token
     """The outputs of a request, one message each."""
     results: dict[str, Any] = attrs.field(factory=dict)
@@ -119,7 +120,8 @@ class FakeEngine:
 
     async def serve(self, address: str) -> None:
         """Join the frontend at ``address``, and answer until cancelled."""
-        response = ready_response(self.index)
+        size = self.data_parallel_size
+        response = attrs.evolve(ready_response(self.index), data_parallel_size=size)
         with suppress(StartupError):  # the frontend may have enough before we are ready
             async with join_frontend(
                 address, engine_index=self.index, ready_response=lambda _: response

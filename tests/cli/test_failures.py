@@ -18,8 +18,9 @@ from trio_vllm import (
 from trio_vllm.cli.app import FAILED
 from trio_vllm.cli.llm_smoke import app
 from trio_vllm.cli.smoke_options import GenerateOptions
+from trio_vllm.cli.smoke_report import Report
 from trio_vllm.cli.smoke_runner import run_smokes
-from trio_vllm.cli.smokes import Report, Smoke
+from trio_vllm.cli.smokes import Smoke
 
 
 async def test_an_address_in_use_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ from trio_vllm.client import OutputStream
 from trio_vllm.mock import MockEngineConfig, ServeOptions, serve_mock_engines
 from trio_vllm.processes import ProcessFailedError
 
-SUMMARY = re.compile(r"(?m)^\S+ \S+ INFO summary: (.*) tokens_per_second=\d+ (.*)$")
+SUMMARY = re.compile(r"(?m)^\S+ \S+ INFO summary: (.*) tokens_per_second=\d+ (.* errors=\d+) .*$")
 
 
 def request_for(request_id: str, engine: int, max_tokens: int) -> EngineCoreRequest:

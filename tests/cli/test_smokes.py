@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from configparser import ConfigParser
 
 import pytest
 from tests.cli.conftest import RunSmoke
@@ -132,8 +133,8 @@ async def test_output_timeout_of_a_call(run_smoke: RunSmoke) -> None:
 
 
 async def test_json(run_smoke: RunSmoke) -> None:
-    """One object instead of lines."""
-    outcome = await run_smoke("generate", "--json")
+    """One object instead of lines, with all that was found."""
+    outcome = await run_smoke("generate", "--json-full")
 
     (line,) = outcome.out.splitlines()
     report = json.loads(line)
@@ -165,7 +166,7 @@ async def test_json_knows_no_infinity(run_smoke: RunSmoke) -> None:
             output.new_logprobs.logprobs[0, 0] = float("-inf")
             yield output
 
-    outcome = await run_smoke("logprobs", "--json", engines=[FakeEngine(complete=complete)])
+    outcome = await run_smoke("logprobs", "--json-full", engines=[FakeEngine(complete=complete)])
 
     assert json.loads(outcome.out)["new_logprobs"] == {
         "rows": 1,
@@ -184,7 +185,7 @@ async def test_seconds_include_the_startup(run_smoke: RunSmoke) -> None:
     several = await run_smoke("all", *tokens, engines=[])
 
     assert json.loads(one.out)["seconds"] >= 0.05
-    assert json.loads(several.out)["smokes"]["logprobs"]["seconds"] >= 0.05
+    assert json.loads(several.out)["smokes"]["generate"]["seconds"] >= 0.05
 
 
 async def test_debug(run_smoke: RunSmoke) -> None:
@@ -504,7 +505,7 @@ async def test_logprobs_demands_all_rows(
 
 
 async def test_all_runs_all_over_one_connection(run_smoke: RunSmoke) -> None:
-    """An engine serves one in its life; a table sums up."""
+    """An engine serves one in its life; the last section sums up."""
     engine = FakeEngine()
 
     outcome = await run_smoke("all", engines=[engine])
@@ -512,16 +513,20 @@ async def test_all_runs_all_over_one_connection(run_smoke: RunSmoke) -> None:
     assert (outcome.exit_code, outcome.err) == (0, "")
     assert [request.sampling_params.max_tokens for request in engine.requests] == [5, 1]  # type: ignore[union-attr]
     assert "sleep" in engine.calls
-    table = outcome.out.partition("smoke")[2]
-    for name in ("generate", "utility", "logprobs"):
-        assert [line.split()[1] for line in table.splitlines() if f" {name} " in line] == [name]
-    assert table.count("passed") == 3
+    sections = ConfigParser(interpolation=None, delimiters="=")
+    sections.read_string(outcome.out)
+    assert sections.sections() == ["generate", "utility", "logprobs", "all"]
+    assert sections["generate"]["token_ids"] == "[1, 2, 3, 4, 5]"
+    assert sections["utility"]["is_sleeping(after_sleep)"] == "true"
+    verdicts = {name: sections["all"][name] for name in sections.sections()[:-1]}
+    assert verdicts == {"generate": "passed", "utility": "passed", "logprobs": "passed"}
+    assert float(sections["all"]["utility.seconds"]) >= 0
 
 
 async def test_all_takes_the_options_of_all(run_smoke: RunSmoke) -> None:
     """Each option reaches the smoke it is for."""
     engine = FakeEngine()
-    tokens = ["--max-tokens", "2", "--sleep-level", "2", "--prompt-repeats", "3", "--json"]
+    tokens = ["--max-tokens", "2", "--sleep-level", "2", "--prompt-repeats", "3", "--json-full"]
 
     outcome = await run_smoke("all", *tokens, engines=[engine])
 
@@ -546,17 +551,15 @@ async def test_all_goes_on_after_a_failure(run_smoke: RunSmoke) -> None:
     assert outcome.out.count("failed") == 1
 
 
-async def test_all_without_engines_fails_as_a_whole(run_smoke: RunSmoke) -> None:
-    """There is one startup, and each smoke has its reason."""
+async def test_all_without_engines(run_smoke: RunSmoke) -> None:
+    """There is one startup; what cannot be run after it is skipped, and the whole has failed."""
     outcome = await run_smoke("all", "--ready-timeout-secs", "0.05", engines=[])
 
     assert outcome.exit_code == 1
-    assert [line.split()[1] for line in outcome.err.splitlines()] == [
-        "generate:",
-        "utility:",
-        "logprobs:",
-    ]
-    assert outcome.out.count("failed") >= 3
+    assert [line.split()[1] for line in outcome.err.splitlines()] == ["generate:"]
+    assert outcome.findings["generate"] == "failed"
+    assert outcome.findings["utility"] == outcome.findings["logprobs"] == "skipped"
+    assert outcome.findings["utility.reason"] == "not run, since there is no engine any more"
 
 
 @pytest.mark.parametrize("smoke", ["generate", "utility", "logprobs", "all"])

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar
 
 from cyclopts import App, ArgumentCollection, CycloptsError, Parameter
 from cyclopts.config import Dict, Env
@@ -51,7 +51,7 @@ class OutputError(Exception):
 
 def new_app(name: str, description: str, **options: Any) -> App:
     """An app that reads the command line, then ``NAME_*`` variables, then ``--config FILE.toml``."""
-    return App(
+    app = App(
         name=name,
         help=description,
         version=lambda: importlib.metadata.version("trio-vllm"),
@@ -65,6 +65,14 @@ def new_app(name: str, description: str, **options: Any) -> App:
         version_format="plaintext",
         **options,
     )
+
+    @app.command(name="--completion")
+    def print_completion(shell: Literal["bash", "fish", "zsh"], /) -> int:
+        """Print a script that lets this shell complete options."""
+        write_output(app.generate_completion(shell=shell))
+        return 0
+
+    return app
 
 
 def read_config_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -290,6 +298,10 @@ class _Formatter(logging.Formatter):
 
 class _Handler(logging.StreamHandler[TextIO]):
     """Drops what standard error does not take, instead of printing a traceback to it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr  # which a live view replaces, so that lines come above it
+        super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
         if isinstance(sys.exc_info()[1], OSError):

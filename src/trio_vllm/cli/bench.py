@@ -29,7 +29,8 @@ from trio_vllm.cli.load import (
     run_load,
 )
 from trio_vllm.cli.smoke_options import BenchOptions
-from trio_vllm.cli.smokes import Report, SmokeError, check
+from trio_vllm.cli.smoke_report import Report
+from trio_vllm.cli.smokes import SmokeError, check
 
 COUNT = 1000
 """Requests if neither a number nor a time is given."""
@@ -42,7 +43,7 @@ async def bench(llm: Llm, report: Report, options: BenchOptions) -> None:
         await _warm_up(llm, options)
         result = await _measure(llm, requests, options)
         figures = result.summary(options.percentiles, options.limits)
-        _put(report, figures, quiet=options.json)
+        _put(report, figures)
         _write_files(result, figures, options, llm)
     except (OSError, TraceError, ImportError) as error:
         raise SmokeError(str(error)) from error
@@ -92,7 +93,7 @@ async def _measure(
     count = options.num_prompts
     if count is None and options.trace is None and options.duration == float("inf"):
         count = COUNT
-    async with _progress(llm, count, shown=not options.json and sys.stderr.isatty()) as on_end:
+    async with _progress(llm, count, shown=not options.quiet and sys.stderr.isatty()) as on_end:
         return await run_load(
             llm,
             requests if count is None else islice(requests, count),
@@ -125,10 +126,11 @@ async def _progress(
 # Results ------------------------------------------------------------------------------------------
 
 
-def _put(report: Report, figures: dict[str, Any], *, quiet: bool) -> None:
+def _put(report: Report, figures: dict[str, Any]) -> None:
     """Note the figures, and print them as a table."""
     report.findings.update(figures)
-    if quiet:
+    report.figures.update(figures)
+    if report.quiet:
         return
     width = max(map(len, figures))
     for name, value in figures.items():

@@ -39,6 +39,8 @@ Command = Annotated[
 ]
 Flat = Parameter(name="*")
 
+COMMANDS = ("generate", "utility", "logprobs", "all", "bench")
+
 
 @app.command(validator=check_usage)
 async def generate(
@@ -91,8 +93,15 @@ async def _run(options: SmokeOptions, command: Sequence[str], *names: str) -> in
 
 def main(tokens: Sequence[str] | None = None) -> int:
     """Run the command line; gives the exit code."""
-    tokens = sys.argv[1:] if tokens is None else tokens
+    tokens = _command_first(sys.argv[1:] if tokens is None else tokens)
     if not tokens:  # a gate that runs nothing must not pass
         app.help_print(tokens, console=app.error_console)
         return WRONG_USAGE
     return invoke(app, tokens)
+
+
+def _command_first(tokens: Sequence[str]) -> Sequence[str]:
+    """The same with the command in front: options of all commands may stand before it, too."""
+    own = list(tokens[: tokens.index("--")]) if "--" in tokens else list(tokens)
+    place = next((n for n, token in enumerate(own) if token in COMMANDS), 0)
+    return [*own[place : place + 1], *own[:place], *tokens[place + 1 :]]

@@ -38,6 +38,9 @@ async def run(
     ] = 1,
     like: Annotated[str | None, Parameter(group=GROUPS["Scheduling"])] = None,
     profile: Annotated[Path | None, Parameter(group=GROUPS["Scheduling"])] = None,
+    metrics_port: Annotated[int | None, Parameter(validator=Number(gte=0, lte=65535))] = None,
+    metrics_host: str = "127.0.0.1",
+    live: bool = False,
     config: Path | None = None,
     debug: bool = False,
     **options: Any,
@@ -49,13 +52,18 @@ async def run(
       like: Schedule and take time as a known engine; other options win. Bounds from data sheets:
         llama-3.1-8b-h100, llama-3.1-8b-a100, llama-3.1-8b-l4, llama-3.1-70b-8xh100.
       profile: A TOML file in the form of such a profile.
+      metrics_port: Serve Prometheus metrics at /metrics, and /healthz and /readyz, over HTTP at this
+        port; 0 takes a free one, which the log names. Needs trio-vllm[metrics].
+      metrics_host: The interface for that.
+      live: Show on the terminal what each engine does, below the log.
       config: A TOML file with options.
       debug: Print the traceback of a failure.
     """
     from trio_vllm.cli.mock_processes import run_mock_engines
 
     # ``config`` was read by the app.
-    given = MockOptions.of(processes=processes, like=like, profile=profile, debug=debug, **options)
+    own = {"metrics_port": metrics_port, "metrics_host": metrics_host, "live": live, "debug": debug}
+    given = MockOptions.of(processes=processes, like=like, profile=profile, **own, **options)
     return await run_mock_engines(given)
 
 

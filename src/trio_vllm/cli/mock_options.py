@@ -146,7 +146,17 @@ class MockOptions:
     engine: MockEngineConfig = attrs.field(factory=MockEngineConfig)
     serving: ServeOptions = attrs.field(factory=ServeOptions)
     processes: int = 1
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
+    live: bool = False
+    state_interval: float = math.inf
+    """Seconds between two reports of a process about its engines."""
     debug: bool = False
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether what the engines do is shown while they run."""
+        return self.live or self.metrics_port is not None
 
     @classmethod
     def of(
@@ -178,7 +188,9 @@ class MockOptions:
 
     def to_json(self) -> str:
         """The options that differ from their defaults, for `from_json`."""
-        own = {"processes": self.processes, "debug": self.debug}
+        own: dict[str, Any] = {"processes": self.processes, "debug": self.debug}
+        if self.state_interval != math.inf:
+            own["state_interval"] = self.state_interval
         return json.dumps({**own, **_changed(self.engine), **_changed(self.serving)})
 
     @classmethod

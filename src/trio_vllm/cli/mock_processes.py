@@ -7,8 +7,8 @@ JSON: an environment or a file with options has been read, and must not be read 
 A worker's standard input says nothing; its end is the request to shut down. It ends when this process
 closes it, and just so when this process is killed. Stop signals are blocked in a worker from the
 start: Ctrl-C reaches all in the foreground, and what becomes of a worker is its parent's to decide.
-Its standard output gets a report, one line of JSON: the summary of its engines, or the failure that
-has ended them.
+Its standard output gets lines of JSON: the states of its engines from time to time, if somebody
+watches, and at its end a report, the summary of its engines or the failure that has ended them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import trio
 
+from trio_vllm import ConfigurationError
 from trio_vllm.cli.app import (
     FAILED,
     STOP_SIGNALS,
@@ -48,13 +49,16 @@ from trio_vllm.processes import (
 )
 
 if TYPE_CHECKING:  # several processes come up faster if this one leaves the engines to them
-    from trio_vllm.mock import Summary
+    from trio_vllm.mock import EngineStates, Summary
 
 log = logging.getLogger("trio_vllm.mock")
 
 LOG_LAYOUT = "%(asctime)s %(levelname)s %(message)s"
 
 WORKER = (sys.executable, "-P", "-m", "trio_vllm.cli.mock_processes")
+
+STATE_INTERVAL = 0.5
+"""Seconds between two reports of a process about its engines, if somebody watches."""
 
 GRACE = 8.0
 """Seconds from the end of the time for requests until a worker is killed.
@@ -67,10 +71,10 @@ async def run_mock_engines(options: MockOptions) -> int:
     """Run them until a signal stops them; gives the exit code."""
     await trio.lowlevel.checkpoint()
     shutdown = trio.Event()
-    serve = serve_here if options.processes == 1 else serve_in_processes
+    work = partial(_serve_and_show, options, shutdown)
     with logging_to_stderr(LOG_LAYOUT):
         try:
-            summary = await until_stopped(partial(serve, options, shutdown=shutdown), shutdown)
+            summary = await until_stopped(work, shutdown)
         except Exception as error:
             print_line("mock-engine", format_failure(error, options))
             return FAILED
@@ -79,14 +83,48 @@ async def run_mock_engines(options: MockOptions) -> int:
     return 0
 
 
-async def serve_here(options: MockOptions, *, shutdown: trio.Event) -> Summary:
+async def _serve_and_show(options: MockOptions, shutdown: trio.Event) -> Summary:
+    """Run the engines, and let them be watched if that is asked for."""
+    serve = serve_here if options.processes == 1 else serve_in_processes
+    if not options.is_watched:
+        return await serve(options, shutdown=shutdown)
+    from trio_vllm.mock import EngineStates
+
+    states = EngineStates()
+    views: list[Callable[[], Awaitable[None]]] = []
+    if options.metrics_port is not None:
+        views.append(await _exporter(options.metrics_host, options.metrics_port, states))
+    if options.live:
+        from trio_vllm.cli.live_view import show_live
+
+        views.append(partial(show_live, states))
+    async with running(*views):
+        return await serve(options, shutdown=shutdown, states=states)
+
+
+async def _exporter(host: str, port: int, states: EngineStates) -> Callable[[], Awaitable[None]]:
+    """Listen for HTTP; give the task that answers."""
+    try:
+        from trio_vllm.cli.exporter import listen, serve_metrics
+    except ImportError as error:
+        raise ConfigurationError(
+            f"--metrics-port needs a library ({error}): pip install 'trio-vllm[metrics]'"
+        ) from error
+    return partial(serve_metrics, states, await listen(host, port))
+
+
+async def serve_here(
+    options: MockOptions, *, shutdown: trio.Event, states: EngineStates | None = None
+) -> Summary:
     """Run all engines of ``options`` until ``shutdown``; raises what `serve_mock_engines` does."""
     from trio_vllm.mock import serve_mock_engines
 
     # What has been imported stays; and cycles, which the collector is for, are rare here.
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
-    return await serve_mock_engines(options.engine, options.serving, shutdown=shutdown)
+    return await serve_mock_engines(
+        options.engine, options.serving, shutdown=shutdown, states=states
+    )
 
 
 def format_failure(error: Exception, options: MockOptions) -> str:
@@ -102,6 +140,8 @@ def format_summary(summary: Summary) -> str:
         f"summary: requests={summary.requests} tokens={summary.tokens}"
         f" tokens_per_second={summary.tokens_per_second:.0f} finished={summary.finished}"
         f" aborted={summary.aborted} errors={summary.errors}"
+        f" prompt_tokens={summary.prompt_tokens} tokens_asked={summary.tokens_asked}"
+        f" seconds_behind={summary.seconds_behind:.3f}"
     )
 
 
@@ -114,6 +154,7 @@ async def serve_in_processes(
     shutdown: trio.Event,
     worker: Sequence[str] = WORKER,
     grace: float = GRACE,
+    states: EngineStates | None = None,
 ) -> Summary:
     """Run the engines of ``options`` until ``shutdown`` is set; gives the counts of them all.
 
@@ -122,6 +163,7 @@ async def serve_in_processes(
       shutdown: Ends them in order.
       worker: The command of a process, without its argument.
       grace: Seconds that a worker may take to end, besides the time for requests.
+      states: Is kept up to date, if it is given.
 
     Raises:
       ProcessFailedError: One process failed, which has ended the others at once.
@@ -130,10 +172,16 @@ async def serve_in_processes(
       Kills the processes.
     """
     supervision = _Supervision(options.serving.shutdown_timeout, grace, shutdown)
+    if states is not None:
+        from trio_vllm.mock import EngineState
+
+        first, last = options.serving.engine_start_index, options.serving.last_index
+        states.take(EngineState(engine_index=index) for index in range(first, last + 1))
+        options = attrs.evolve(options, state_interval=STATE_INTERVAL)
     async with AsyncExitStack() as stack:
         with _stop_signals_blocked():
             workers = [
-                await stack.enter_async_context(_running_worker(share, worker))
+                await stack.enter_async_context(_running_worker(share, worker, states))
                 for share in shares(options)
             ]
         async with trio.open_nursery() as nursery:
@@ -176,21 +224,33 @@ class _Worker:
     """A process with some of the engines."""
 
     engines: str
+    _states: EngineStates | None
     process: ChildProcess = attrs.field(init=False)
     report: dict[str, Any] = attrs.field(factory=dict, init=False)
     """In which it tells of its end; empty if it has ended without."""
     has_reported: trio.Event = attrs.field(factory=trio.Event, init=False)
 
     def receive_line(self, line: str) -> None:
-        """Take its report, the only thing that it prints."""
-        self.report = json.loads(line)
+        """Take the states of its engines, or its report."""
+        document = json.loads(line)
+        if self._states is not None and "states" in document:
+            from trio_vllm.mock import EngineState, Summary
+
+            self._states.take(
+                EngineState(**{**state, "summary": Summary(**state["summary"])})
+                for state in document["states"]
+            )
+            return
+        self.report = document
         self.has_reported.set()
 
 
 @asynccontextmanager
-async def _running_worker(options: MockOptions, command: Sequence[str]) -> AsyncIterator[_Worker]:
+async def _running_worker(
+    options: MockOptions, command: Sequence[str], states: EngineStates | None
+) -> AsyncIterator[_Worker]:
     """Start a worker, and leave nothing of it when the block is left."""
-    worker = _Worker(options.serving.engines_in_words)
+    worker = _Worker(options.serving.engines_in_words, states)
     async with child_process(
         f"the process of {worker.engines}",
         [*command, options.to_json()],
@@ -260,9 +320,13 @@ def run_worker(argument: str) -> int:
     options = MockOptions.from_json(argument)
     with logging_to_stderr(LOG_LAYOUT):
         report = trio.run(_report_on_end, options)
-    with suppress(BrokenPipeError):  # the parent was killed: nobody wants to know
-        os.write(sys.stdout.fileno(), json.dumps(report).encode() + b"\n")
+    _tell(report)
     return FAILED if "failure" in report else 0
+
+
+def _tell(document: dict[str, Any]) -> None:
+    with suppress(BrokenPipeError):  # the parent was killed: nobody wants to know
+        os.write(sys.stdout.fileno(), json.dumps(document).encode() + b"\n")
 
 
 async def _report_on_end(options: MockOptions) -> dict[str, Any]:
@@ -283,8 +347,17 @@ async def _serve_until_end_of_input(options: MockOptions) -> Summary:
                 pass
         shutdown.set()
 
-    async with running(watch):
-        return await serve_here(options, shutdown=shutdown)
+    from trio_vllm.mock import EngineStates
+
+    states = EngineStates()
+
+    async def tell_states() -> None:
+        while True:
+            await trio.sleep(options.state_interval)
+            _tell({"states": [attrs.asdict(state) for state in states.read()]})
+
+    async with running(watch, tell_states):
+        return await serve_here(options, shutdown=shutdown, states=states)
 
 
 if __name__ == "__main__":

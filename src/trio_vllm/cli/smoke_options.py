@@ -68,6 +68,8 @@ class SmokeOptions:
     600]"""
     output_timeout_secs: Annotated[float, Parameter(validator=_check_seconds)] = 120.0
     """Seconds that an engine may take for the whole output of a request, or to answer a call."""
+    timeout: Annotated[float, Parameter(validator=_check_seconds)] = math.inf
+    """Seconds that all of it may take, with the engines' startup."""
     mock: bool = False
     """Start mock engines in this process and check those."""
     spawn: bool = False
@@ -75,8 +77,14 @@ class SmokeOptions:
     config: Path | None = None
     """A TOML file with options: at the top for all commands, in a table for the one of its name."""
     json: Annotated[bool, Parameter(group=OUTPUT)] = False
-    """Print one JSON object instead of name=value lines."""
-    verbose: Annotated[bool, Parameter(group=OUTPUT)] = False
+    """Print one JSON object instead of name=value lines: verdict, reason, versions."""
+    json_full: Annotated[bool, Parameter(group=OUTPUT)] = False
+    """Print one JSON object with all that was found, too."""
+    junit: Annotated[Path | None, Parameter(group=OUTPUT)] = None
+    """Write a report there in the XML of JUnit, which CI systems show."""
+    quiet: Annotated[bool, Parameter(group=OUTPUT, alias="-q")] = False
+    """Print nothing but the reason of a failure, and JSON if it is asked for."""
+    verbose: Annotated[bool, Parameter(group=OUTPUT, alias="-v")] = False
     """Report progress, and what a spawned engine prints, on standard error."""
     debug: Annotated[bool, Parameter(group=OUTPUT)] = False
     """Print the traceback of a failure."""
@@ -87,6 +95,11 @@ class SmokeOptions:
         if self.ready_timeout_secs is not None:
             return self.ready_timeout_secs
         return SPAWN_READY_TIMEOUT if self.spawn else READY_TIMEOUT
+
+    @property
+    def prints_json(self) -> bool:
+        """Whether standard output gets one JSON object."""
+        return self.json or self.json_full
 
     def of(self, smoke: str) -> SmokeOptions:
         """What one smoke of the command is run with."""
@@ -238,6 +251,8 @@ DEFAULTS = SmokeOptions()
 
 def check_usage(command: Sequence[str] = (), options: SmokeOptions = DEFAULTS) -> None:
     """Refuse, by `ValueError`, options that do not go together."""
+    if options.quiet and options.verbose:
+        raise ValueError("--quiet and --verbose exclude each other.")
     if options.mock and options.spawn:
         raise ValueError("--mock and --spawn exclude each other.")
     if command and not options.spawn:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
+    AbstractContextManager,
     AsyncExitStack,
     asynccontextmanager,
     contextmanager,
+    nullcontext,
 )
 from functools import partial
 
@@ -37,7 +39,8 @@ from trio_vllm.cli.app import (
     write_output,
 )
 from trio_vllm.cli.smoke_options import SmokeOptions
-from trio_vllm.cli.smokes import Report, Smoke, SmokeError
+from trio_vllm.cli.smoke_report import Report, as_json, as_junit, print_verdicts
+from trio_vllm.cli.smokes import Smoke, SmokeError, check
 from trio_vllm.concurrency import running
 from trio_vllm.mock import MockEngineConfig, ServeOptions, serve_mock_engines
 from trio_vllm.processes import EndTimes
@@ -54,6 +57,10 @@ EXPECTED = (EngineCoreError, EnginesEndedError, OSError, SmokeError)
 """What engines, the system or the user can cause; all else is a bug of ours."""
 
 
+class TimeLimitError(Exception):
+    """The time for all smokes together is over."""
+
+
 async def run_smokes(
     options: SmokeOptions,
     command: Sequence[str],
@@ -65,22 +72,37 @@ async def run_smokes(
     A smoke that is stopped by a signal has not passed, so a stop is no success here: its exit code
     is 128 and the signal's number, as in shells.
     """
-    run = _Run(options, command, end_times)
-    reports = {name: Report(name, quiet=options.json) for name in smokes}
+    is_quiet = options.quiet or options.prints_json
+    reports = {name: Report(name, quiet=is_quiet) for name in smokes}
+    run = _Run(options, command, end_times, list(reports.values()))
 
     async def work() -> None:
         await run.run([(reports[name], smoke) for name, smoke in smokes.items()])
 
-    with (
-        logging_to_stderr("%(levelname)s %(message)s")
-        if options.verbose
-        else logging_to(logging.NullHandler())
-    ):
+    logging_lines = logging_to_stderr("%(levelname)s %(message)s")
+    with logging_lines if options.verbose else nullcontext(), logging_to(_Warnings(run)):
         stopped_by = await until_stopped(work)
     if stopped_by is not None:
-        print_line(NAME, f"stopped by {stopped_by.name} before it was done")
-        return 128 + stopped_by
-    return _conclude(list(reports.values()), as_json=options.json)
+        reason = f"stopped by {stopped_by.name} before it was done"
+        run.give_up(reason, stopped_by.name)
+        print_line(NAME, reason)
+        return _write_junit(run.reports, options) or 128 + stopped_by
+    return _conclude(run.reports, options)
+
+
+class _Warnings(logging.Handler):
+    """Puts what the client warns of into the report of the current smoke."""
+
+    def __init__(self, run: _Run) -> None:
+        super().__init__(logging.WARNING)
+        self._run = run
+        # Errors are reasons of failures, and our own mock engines only see the other end.
+        self.addFilter(lambda record: record.levelno == logging.WARNING)
+        self.addFilter(lambda record: not record.name.startswith("trio_vllm.mock"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        for report in self._run.unfinished[:1]:
+            report.warnings.append(one_line(record.getMessage()))
 
 
 @attrs.frozen
@@ -88,6 +110,12 @@ class _Run:
     options: SmokeOptions
     command: Sequence[str]
     end_times: EndTimes
+    reports: list[Report]
+
+    @property
+    def unfinished(self) -> list[Report]:
+        """The smokes that are not over; the first is the current one."""
+        return [report for report in self.reports if report.result is None]
 
     async def run(self, smokes: Sequence[tuple[Report, Smoke]]) -> None:
         """Run each smoke on fresh engines, if they are ours to start; else all on the same.
@@ -98,13 +126,42 @@ class _Run:
         batches = [[smoke] for smoke in smokes]
         if not self.options.spawn and not self.options.mock:
             batches = [list(smokes)]
-        for batch in batches:
-            with self._failing(*(report for report, _ in batch)):
-                async with self._connected() as (llm, address):
-                    for report, smoke in batch:
-                        with self._failing(report):
-                            self._introduce(report, llm.client, address)
-                            await smoke(llm, report, self.options.of(report.name))
+        with trio.move_on_after(self.options.timeout) as limit:  # noqa: ASYNC912
+            for batch in batches:
+                await self._run_batch(batch)
+        if limit.cancelled_caught:
+            reason = f"it was not done after {self.options.timeout:g} s (--timeout)"
+            self.give_up(reason, TimeLimitError.__name__)
+
+    async def _run_batch(self, batch: Sequence[tuple[Report, Smoke]]) -> None:
+        """Run smokes on one connection."""
+        reports = [report for report, _ in batch]
+        with self._failing(reports):
+            self._put_heading(reports[0])
+            async with self._connected() as (llm, address):
+                for number, (report, smoke) in enumerate(batch):
+                    if not llm.client.is_healthy:
+                        break
+                    if number:
+                        self._put_heading(report)
+                    with self._failing([report]):
+                        self._introduce(report, llm.client, address)
+                        await smoke(llm, report, self.options.of(report.name))
+                        report.end("passed")
+        for report in reports:
+            if report.result is None:
+                report.end("skipped", "not run, since there is no engine any more")
+
+    def _put_heading(self, report: Report) -> None:
+        if len(self.reports) > 1:
+            report.put_heading()
+
+    def give_up(self, reason: str, kind: str) -> None:
+        """Note that the current smoke has not ended, and that those behind it are left out."""
+        for report in self.unfinished[:1]:
+            report.end("failed", reason, kind)
+        for report in self.unfinished:
+            report.end("skipped", f"not run: {reason}")
 
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[tuple[Llm, str]]:
@@ -114,7 +171,8 @@ class _Run:
             mode = await stack.enter_async_context(self._engine_source(engines))
             stack.enter_context(engines.needed_by_block())
             client_index = self.options.client_index
-            llm = await stack.enter_async_context(open_llm(mode, client_index=client_index))
+            with self._sign_of_life(mode.handshake_address):
+                llm = await stack.enter_async_context(open_llm(mode, client_index=client_index))
             try:
                 yield llm, mode.handshake_address
             finally:
@@ -155,6 +213,27 @@ class _Run:
             end_times=self.end_times,
         )
 
+    def _sign_of_life(self, address: str) -> AbstractContextManager[object]:
+        """Show on a terminal that we wait, and for what."""
+        if self.options.quiet or self.options.verbose or not sys.stderr.isatty():
+            return nullcontext()
+        from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        # Standard output may be another file, so it must not be redirected to this console.
+        progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            redirect_stdout=False,
+        )
+        count = self.options.engine_count
+        engines = "an engine" if count == 1 else f"{count} engines"
+        progress.add_task(f"waiting for {engines} at {address}", total=None)
+        return progress
+
     def _introduce(self, report: Report, client: EngineCoreClient, address: str) -> None:
         if self.options.model is not None:
             report.put("model", self.options.model)
@@ -166,13 +245,21 @@ class _Run:
         first, *_ = client.engine_info.ready_responses.values()
         for fact in ("vllm_version", "dtype", "max_model_len", "num_gpu_blocks", "block_size"):
             report.put(fact, getattr(first, fact))
+        self._check_size(client)
+
+    def _check_size(self, client: EngineCoreClient) -> None:
+        """Engines in lockstep are as many as they say; others say 1, however many there are."""
+        for index, response in client.engine_info.ready_responses.items():
+            size = response.data_parallel_size
+            check(
+                size in (1, self.options.engine_count),
+                f"engine {index} is one of {size} (data_parallel_size), but --engine-count is"
+                f" {self.options.engine_count}",
+            )
 
     @contextmanager
-    def _failing(self, *reports: Report) -> Iterator[None]:
-        """Take what is raised for the failure of those that have not failed before.
-
-        The time goes to the only one of them, or to those that have not begun.
-        """
+    def _failing(self, reports: Sequence[Report]) -> Iterator[None]:
+        """Take what is raised for the failure of the first of them that is not over."""
         begin = trio.current_time()
         try:
             yield
@@ -181,13 +268,12 @@ class _Run:
         except Exception as error:
             if self.options.debug:
                 print_traceback(error)
-            for report in reports:
-                if report.failure is None:
-                    report.failure = one_line(_reason(error))
-                    report.failure_kind = type(error).__name__
-        for report in reports:
-            if len(reports) == 1 or not report.seconds:
-                report.seconds = trio.current_time() - begin
+            failed = next((report for report in reports if report.result is None), reports[-1])
+            if failed.result != "failed":
+                failed.end("failed", one_line(_reason(error)), type(error).__name__)
+        finally:
+            if not reports[0].seconds or len(reports) == 1:
+                reports[0].seconds = trio.current_time() - begin
 
 
 # Engines of ours ----------------------------------------------------------------------------------
@@ -245,44 +331,34 @@ async def mock_engines(
 # The verdict --------------------------------------------------------------------------------------
 
 
-def _conclude(reports: list[Report], *, as_json: bool) -> int:
+def _conclude(reports: list[Report], options: SmokeOptions) -> int:
     """Print the verdict; give the exit code."""
+    failed = _write_junit(reports, options)
     for report in reports:
-        if report.failure is not None:
-            name = "" if len(reports) == 1 else f"{report.name}: "
+        name = "" if len(reports) == 1 else f"{report.name}: "
+        if not options.quiet:
+            for warning in report.warnings:
+                if warning not in (report.failure or ""):
+                    print_line(NAME, f"{name}warning: {warning}")
+        if report.result == "failed":
             print_line(NAME, f"{name}{report.failure}")
-    if as_json:
-        write_output(_as_json(reports))
-    elif len(reports) > 1:
-        _print_table(reports)
-    return 0 if all(report.passed for report in reports) else FAILED
+    if options.prints_json:
+        write_output(as_json(reports, full=options.json_full))
+    elif len(reports) > 1 and not options.quiet:
+        print_verdicts(reports)
+    return failed or (0 if all(report.passed for report in reports) else FAILED)
 
 
-def _as_json(reports: list[Report]) -> str:
-    """One object: the only report, or all under the names of their smokes."""
-    if len(reports) == 1:
-        return json.dumps(reports[0].as_dict(), allow_nan=False)
-    smokes = {report.name: report.as_dict() for report in reports}
-    document = {"passed": all(report.passed for report in reports), "smokes": smokes}
-    return json.dumps(document, allow_nan=False)
-
-
-def _print_table(reports: list[Report]) -> None:
-    """A line per smoke."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("smoke", "result", "seconds", "reason")
-    for report in reports:
-        result = Text("passed", "green") if report.passed else Text("failed", "red")
-        # Never a plain string, which would be markup.
-        reason = Text(report.failure or "")
-        table.add_row(report.name, result, f"{report.seconds:.1f}", reason)
-    console = Console(soft_wrap=False, highlight=False)
-    with console.capture() as printed:
-        console.print(table)
-    write_output(printed.get().rstrip("\n"))
+def _write_junit(reports: list[Report], options: SmokeOptions) -> int:
+    """Write the file that was asked for; `FAILED` if that fails."""
+    if options.junit is None:
+        return 0
+    try:
+        options.junit.write_text(as_junit(reports) + "\n", encoding="utf-8")
+    except OSError as error:
+        print_line(NAME, f"cannot write {options.junit}: {error.strerror}")
+        return FAILED
+    return 0
 
 
 def _reason(error: Exception) -> str:

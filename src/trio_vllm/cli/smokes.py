@@ -1,4 +1,4 @@
-"""The three smokes: what is asked of engines and must hold, and the `Report` of what was found.
+"""The three smokes: what is asked of engines and must hold.
 
 Mirror ``rust/src/llm/examples/external_engine_smoke.rs`` and
 ``rust/src/engine-core-client/examples/external_engine_{utility_call,logprobs}.rs``.
@@ -6,8 +6,6 @@ Mirror ``rust/src/llm/examples/external_engine_smoke.rs`` and
 
 from __future__ import annotations
 
-import math
-import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -26,68 +24,15 @@ from trio_vllm import (
     PauseMode,
     SamplingParams,
 )
-from trio_vllm.cli.app import write_output
 from trio_vllm.cli.smoke_options import GenerateOptions, LogprobsOptions, UtilityOptions
+from trio_vllm.cli.smoke_report import Report
 from trio_vllm.protocol import RequestErrorInfo
 
 PROMPT_TOKEN_IDS = [20841, 448, 6896, 25, 23811]
 """The examples' own: "Reply with exactly: hello" to a Qwen3 model."""
 
-
-@attrs.define
-class Report:
-    """What one smoke has found out; prints each finding at once, unless told to be quiet."""
-
-    name: str
-    quiet: bool = False
-    findings: dict[str, Any] = attrs.field(factory=dict, init=False)
-    failure: str | None = attrs.field(default=None, init=False)
-    """Why it has not passed; None while it may."""
-    failure_kind: str | None = attrs.field(default=None, init=False)
-    """The exception's name."""
-    seconds: float = attrs.field(default=0.0, init=False)
-
-    def put(self, name: str, value: Any, text: str | None = None) -> None:
-        """Note a finding; ``text`` is what is printed of it, if the value itself is too much."""
-        self.findings[name] = value
-        if not self.quiet:
-            write_output(f"{name}={_plain(value) if text is None else text}")
-
-    @property
-    def passed(self) -> bool:
-        """Whether nothing was wrong."""
-        return self.failure is None
-
-    def as_dict(self) -> dict[str, Any]:
-        """What is printed as JSON."""
-        verdict: dict[str, Any] = {"smoke": self.name, "passed": self.passed}
-        if self.failure is not None:
-            verdict["failure"] = self.failure
-            verdict["failure_kind"] = self.failure_kind
-        return {**verdict, "seconds": round(self.seconds, 3), **_jsonable(self.findings)}
-
-
-def _plain(value: Any) -> str:
-    match value:
-        case bool():
-            return str(value).lower()
-        case None:
-            return "none"
-        case _:
-            return str(value)
-
-
-def _jsonable(value: Any) -> Any:
-    """The value without numbers that JSON has no notation for."""
-    match value:
-        case dict():
-            return {key: _jsonable(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_jsonable(item) for item in value]
-        case float() if not math.isfinite(value):
-            return str(value)
-        case _:
-            return value
+REQUEST_ID_PREFIX = "llm-smoke-"
+"""Of all requests, so that they are found in an engine's log."""
 
 
 class SmokeError(Exception):
@@ -107,7 +52,7 @@ def check(condition: bool, reason: str) -> None:
 async def generate(llm: Llm, report: Report, options: GenerateOptions) -> None:
     """Complete a prompt through `Llm`, whose answer must be one whole completion."""
     request = GenerateRequest(
-        request_id=f"llm-smoke-{uuid.uuid4()}",
+        request_id=_new_request_id(),
         prompt_token_ids=PROMPT_TOKEN_IDS,
         sampling_params=_sampling_params(options.max_tokens),
     )
@@ -145,7 +90,7 @@ async def utility(llm: Llm, report: Report, options: UtilityOptions) -> None:
     await client.reset_encoder_cache(timeout=timeout)
     report.put("reset_encoder_cache", "ok")
     if options.skip_sleep_wake:
-        report.put("sleep_wake", "skipped")
+        report.put_skipped("sleep_wake")
         return
     level, mode = options.sleep_level, options.sleep_mode
     await client.sleep(level, PauseMode(mode), timeout=timeout)
@@ -160,7 +105,7 @@ async def logprobs(llm: Llm, report: Report, options: LogprobsOptions) -> None:
     """Complete a prompt by a bare call of the client, and look at the log probabilities."""
     prompt_token_ids = PROMPT_TOKEN_IDS * options.prompt_repeats
     request = EngineCoreRequest(
-        request_id=f"engine-core-logprobs-{time.time_ns()}",
+        request_id=_new_request_id(),
         prompt_token_ids=prompt_token_ids,
         sampling_params=_sampling_params(
             options.max_tokens,
@@ -220,6 +165,10 @@ async def _collect(client: EngineCoreClient, request: EngineCoreRequest) -> _Ans
                 answer.prompt_logprobs.append(output.new_prompt_logprobs_tensors)
             answer.finish_reason, answer.error = output.finish_reason, output.error
     return answer
+
+
+def _new_request_id() -> str:
+    return f"{REQUEST_ID_PREFIX}{uuid.uuid4()}"
 
 
 def _sampling_params(max_tokens: int, **fields: Any) -> SamplingParams:

@@ -22,6 +22,7 @@ from trio_vllm.client.requests import OutputStream
 from trio_vllm.client.utility_calls import UTILITY_TIMEOUT
 from trio_vllm.client.utility_methods import UtilityMethods
 from trio_vllm.client.waves import WaveFollower, WaveLeader
+from trio_vllm.concurrency import explains_misuse
 from trio_vllm.errors import ConfigurationError, EngineCoreError, EngineDeadError
 from trio_vllm.protocol import EngineCoreRequest, EngineId, SchedulerStats
 from trio_vllm.transport import (
@@ -237,6 +238,7 @@ class EngineCoreClient(UtilityMethods):
 # Opening --------------------------------------------------------------------------------------------
 
 
+@explains_misuse
 @asynccontextmanager
 async def open_client(
     mode: EngineSource,

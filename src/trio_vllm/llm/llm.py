@@ -25,7 +25,7 @@ import attrs
 import trio
 
 from trio_vllm.client import EngineCoreClient, EngineSource, LoadBalancer, open_client
-from trio_vllm.concurrency import Waker, running
+from trio_vllm.concurrency import Waker, explains_misuse, running
 from trio_vllm.errors import ConfigurationError, copy_error
 from trio_vllm.llm.batch import BatchResults
 from trio_vllm.llm.collector import Collector
@@ -482,6 +482,7 @@ class Llm:
             observer.request_over(collectors[-1].engine_index, len(collectors), longest)
 
 
+@explains_misuse
 @asynccontextmanager
 async def open_llm(
     mode: EngineSource,

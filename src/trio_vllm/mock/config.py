@@ -296,8 +296,8 @@ class MockEngineConfig:
         default=None, validator=_kv_events_config, metadata=SCHEDULING
     )
     """Publish which blocks are cached and evicted; vLLM's JSON, such as
-    {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "topic": "kv-events"}. Each further
-    engine has the next port."""
+    {"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557", "topic": "kv-events"}. Each
+    further engine has the next port."""
     enable_logging_iteration_details: bool = attrs.field(default=False, metadata=SCHEDULING)
     """Tell in the statistics how many tokens of prompts and outputs each step computed."""
 

@@ -531,6 +531,11 @@ class MockEngine:
         return self._scheduler.counts
 
     @property
+    def kv_cache_usage(self) -> float:
+        """The part of the KV cache that requests hold, 0 to 1; without a schedule there is none."""
+        return self._scheduler.kv_cache_usage
+
+    @property
     def has_unfinished(self) -> bool:
         """Whether requests are running or waiting."""
         return any(self._scheduler.counts)

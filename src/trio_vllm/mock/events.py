@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import attrs
 
@@ -79,6 +80,15 @@ class Summary:
     end: float = -math.inf
     """When the last step was made."""
 
+    prompt_tokens: int = 0
+    """Of the requests taken."""
+    tokens_asked: int = 0
+    """That the requests taken could get."""
+    seconds_behind: float = 0.0
+    """Time that steps came later than was asked for, because the machine is too slow."""
+    finish_reasons: dict[str, int] = attrs.field(factory=dict)
+    """Requests that are over, by the reason."""
+
     @property
     def tokens_per_second(self) -> float:
         """From the first request to the last step."""
@@ -93,6 +103,10 @@ class Summary:
             errors=self.errors + other.errors,
             begin=min(self.begin, other.begin),
             end=max(self.end, other.end),
+            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            tokens_asked=self.tokens_asked + other.tokens_asked,
+            seconds_behind=self.seconds_behind + other.seconds_behind,
+            finish_reasons=dict(Counter(self.finish_reasons) + Counter(other.finish_reasons)),
         )
 
 
@@ -118,9 +132,11 @@ class EventLog:
         """A request was taken."""
         if not self.summary.requests:
             self.summary.begin = now
+        left = request.end - request.emitted
         self.summary.requests += 1
+        self.summary.prompt_tokens += request.prompt_len
+        self.summary.tokens_asked += left
         if self._log_requests:
-            left = request.end - request.emitted
             entry = RequestStarted(request.request_id, request.prompt_len, left, chunk_size)
             self._entries.append(entry)
 
@@ -130,6 +146,8 @@ class EventLog:
             self.summary.aborted += 1
         else:
             self.summary.finished += 1
+        reasons, name = self.summary.finish_reasons, str(reason)
+        reasons[name] = reasons.get(name, 0) + 1
         if self._log_requests:
             entry = RequestFinished(request.request_id, request.prompt_len, request.emitted, reason)
             self._entries.append(entry)
@@ -147,6 +165,7 @@ class EventLog:
     def lost_time(self, seconds: float, now: float) -> None:
         """Steps came too late, by so much."""
         self._lost += seconds
+        self.summary.seconds_behind += seconds
         if now >= self._next_about_pace:
             self._entries.append(PaceLost(self._lost))
             self._lost, self._next_about_pace = 0.0, now + PACE_INTERVAL

@@ -284,6 +284,11 @@ class Scheduler:
         self._regroup(step)
         return extras
 
+    @property
+    def kv_cache_usage(self) -> float:
+        """The part of the blocks that requests hold, 0 to 1."""
+        return self._cache.usage
+
     def make_stats(self, step: Step | None = None) -> SchedulerStats:
         """The state of the scheduler, and what happened since this was last called."""
         num_skipped = len(self._skipped)

@@ -33,6 +33,7 @@ from trio_vllm.mock.events import (
 )
 from trio_vllm.mock.publishing import KvEventFeed, publishing_kv_events
 from trio_vllm.mock.runner import EngineRunner, Lockstep, RunnerLimits
+from trio_vllm.mock.states import EngineStates
 from trio_vllm.protocol import EngineCoreReadyResponse, FinishReason, HandshakeInit
 from trio_vllm.transport import (
     DESCRIPTORS_PER_ENGINE,
@@ -74,11 +75,13 @@ async def serve_mock_engines(  # noqa: ASYNC128
     shutdown: trio.Event | None = None,
     limits: ServeLimits = ServeLimits(),
     tap: Tap = lambda _index, channels: channels,
+    states: EngineStates | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> Summary:
     """Run mock engines until ``shutdown`` is set; gives the counts of them all.
 
     ``tap`` may put something of its own between an engine, named by its index, and its channels.
+    ``states`` can be read meanwhile.
 
     For `trio.Nursery.start` it has started when every engine has joined a frontend, which has to
     come from somewhere else meanwhile.
@@ -96,9 +99,10 @@ async def serve_mock_engines(  # noqa: ASYNC128
     if config.is_scheduled and config.prefix_caching_hash_seed is None:
         seed = os.environ.get("PYTHONHASHSEED")
         config = attrs.evolve(config, prefix_caching_hash_seed=seed)
-    service = _Service(config, options, limits, shutdown, tap, task_status)
+    states = EngineStates() if states is None else states
+    service = _Service(config, options, limits, shutdown, tap, states, task_status)
     await service.run()
-    return service.summary
+    return states.total
 
 
 @attrs.define
@@ -110,8 +114,8 @@ class _Service:
     _limits: ServeLimits
     _shutdown: trio.Event
     _tap: Tap
+    _states: EngineStates
     _task_status: trio.TaskStatus[None]
-    summary: Summary = attrs.field(factory=Summary, init=False)
     _lockstep: Lockstep = attrs.field(factory=Lockstep, init=False)
     _missing: set[int] = attrs.field(init=False)
     """Engines that have not joined a frontend since the start."""
@@ -122,6 +126,7 @@ class _Service:
     def __attrs_post_init__(self) -> None:
         options = self._options
         self._missing = set(range(options.engine_start_index, options.last_index + 1))
+        self._states.expect(self._missing)
 
     async def run(self) -> None:
         """Run all engines; the failure of one is the failure of all."""
@@ -246,6 +251,7 @@ class _Service:
             limits=self._limits.runner,
         )
         self._note_joined(engine_index, channels)
+        self._states.join(engine)
         self._lockstep.runners.add(runner)
         try:
             async with running(*runner.pumps(), partial(session.watch, channels.disconnects)):
@@ -259,7 +265,7 @@ class _Service:
             if session.lost_address is not None:
                 # Whoever counts wants each request to end, and these have nobody to tell.
                 engine.shut_down(self._limits.runner.clock(), drain=False)
-            self.summary += engine.summary
+            self._states.leave(engine)
             log_entries(engine_index, engine.events.pop_entries())
 
     def _note_joined(self, engine_index: int, channels: FrontendChannels) -> None:

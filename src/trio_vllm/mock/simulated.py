@@ -121,6 +121,11 @@ class SimulatedScheduler:
         return self._scheduler.num_running, self._scheduler.num_waiting
 
     @property
+    def kv_cache_usage(self) -> float:
+        """The part of the blocks that requests hold."""
+        return self._scheduler.kv_cache_usage
+
+    @property
     def paused(self) -> Paused:
         """How far requests are held back."""
         return self._scheduler.paused

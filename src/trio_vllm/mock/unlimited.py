@@ -82,6 +82,7 @@ class UnlimitedScheduler:
         self._told: Counts = (0, 0)
         self._prefills = self._prefilled_tokens = 0
         self.paused: Paused = "no"
+        self.kv_cache_usage = 0.0
 
     @property
     def counts(self) -> Counts:

@@ -12,7 +12,7 @@ import attrs
 import trio
 
 from trio_vllm.client import LoadBalancer, open_client
-from trio_vllm.concurrency import running
+from trio_vllm.concurrency import explains_misuse, running
 from trio_vllm.llm import Llm, Observer
 from trio_vllm.mock import (
     Lockstep,
@@ -62,6 +62,7 @@ class MockLlm(MockEngines):
         self._members[engine_index].kill()
 
 
+@explains_misuse
 @asynccontextmanager
 async def mock_llm(
     config: MockEngineConfig = DEFAULTS,

@@ -11,7 +11,7 @@ from typing import Any
 
 import trio
 
-from trio_vllm.concurrency import running
+from trio_vllm.concurrency import explains_misuse, running
 from trio_vllm.protocol import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -102,6 +102,7 @@ class Frontend:
             await self._has_come.wait()
 
 
+@explains_misuse
 @asynccontextmanager
 async def open_frontend(mode: EngineSource) -> AsyncIterator[Frontend]:
     """Let engines register; the block's value talks to them.
