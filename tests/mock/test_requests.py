@@ -133,7 +133,18 @@ def test_nothing_but_an_id() -> None:
             {"params": {"prompt_logprob_token_ids": ["<f4", [1, 1], ormsgpack.Ext(3, bytes(4))]}},
             "must be signed integers in rows",
         ),
-        ({"sampling_params": None, "pooling_params": [None, 2**27]}, "67108864 are possible"),
+        (
+            {"sampling_params": None, "pooling_params": [None, 2**27, None, None, "embed"]},
+            "67108864 are possible",
+        ),
+        (
+            {"sampling_params": None, "pooling_params": [None, None, None, None, "classify"]},
+            "Unsupported task: 'classify' Supported tasks: ['embed']",
+        ),
+        (
+            {"sampling_params": None, "pooling_params": []},
+            "Unsupported task: None Supported tasks: ['embed']",
+        ),
         ({"max_tokens": "many"}, "max_tokens"),
         ({"max_tokens": 2**32}, "max_tokens"),
         ({"priority": 2**31}, "priority"),
@@ -144,7 +155,7 @@ def test_nothing_but_an_id() -> None:
 )
 def test_what_cannot_run_gets_an_error(fields: dict[str, Any], message: str) -> None:
     """Each such request is answered, and another one is not disturbed."""
-    driver = drive(max_model_len=50)
+    driver = drive(max_model_len=50, supported_tasks=("generate", "embed"))
     driver.add("healthy", 5)
     driver.step()
     driver.add("bad", **fields)
@@ -450,8 +461,7 @@ def test_end_of_text_is_off_unless_asked_for() -> None:
 @pytest.mark.parametrize(
     ("params", "shape"),
     [
-        ([], (64,)),
-        ([None, 8], (8,)),
+        ([None, 8, None, None, "embed"], (8,)),
         ([None, None, None, None, "embed"], (64,)),
         ([None, 5, None, None, "token_embed"], (3, 5)),
     ],
@@ -460,7 +470,7 @@ def test_a_pooling_request_gets_a_vector(params: list[Any], shape: tuple[int, ..
     """Always the same one, of length one, in one output that also tells of the prefill."""
     vectors = []
     for _ in range(2):
-        driver = drive()
+        driver = drive(supported_tasks=("embed", "token_embed"))
         driver.add("a", sampling_params=None, pooling_params=params)
         driver.run()
         (output,) = driver.outputs("a")
@@ -478,8 +488,8 @@ def test_a_pooling_request_gets_a_vector(params: list[Any], shape: tuple[int, ..
 
 def test_the_size_of_vectors_can_be_set() -> None:
     """The option of the configuration."""
-    driver = drive(embedding_size=7)
-    driver.add("a", sampling_params=None, pooling_params=[])
+    driver = drive(embedding_size=7, supported_tasks=("embed",))
+    driver.add("a", sampling_params=None, pooling_params=[None, None, None, None, "embed"])
     driver.run()
 
     (output,) = driver.outputs("a")
@@ -684,7 +694,7 @@ def test_the_journal_notes_requests_when_asked() -> None:
 @pytest.mark.parametrize("num_labels", [1, 4])
 def test_labels_get_probabilities(task: str, rows: int, num_labels: int) -> None:
     """Several sum to one, a single one is between 0 and 1 and differs from request to request."""
-    driver = drive(num_labels=num_labels)
+    driver = drive(num_labels=num_labels, supported_tasks=(task,))
     for i in range(5):
         params = [None, None, None, None, task]
         driver.add(f"r{i}", sampling_params=None, pooling_params=params)
@@ -705,7 +715,7 @@ def test_labels_get_probabilities(task: str, rows: int, num_labels: int) -> None
 
 def test_without_activation_there_are_logits_and_vectors_of_any_length() -> None:
     """As the request asks."""
-    driver = drive(num_labels=50)
+    driver = drive(num_labels=50, supported_tasks=("classify", "embed"))
     for task in ("classify", "embed"):
         params = [False, None, None, None, task]
         driver.add(task, sampling_params=None, pooling_params=params)

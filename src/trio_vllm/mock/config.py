@@ -44,6 +44,18 @@ LIFE = _section("Life")
 POLICIES = ("fcfs", "priority")
 HASH_ALGORITHMS = ("sha256", "sha256_cbor")
 DTYPES = ("float16", "bfloat16", "float32")
+GENERATION_TASKS = ("generate", "transcription", "realtime")
+TASKS = (
+    *GENERATION_TASKS,
+    "embed",
+    "classify",
+    "token_embed",
+    "token_classify",
+    "plugin",
+    "embed&token_classify",
+    "render",
+)
+"""What a model may support: upstream's ``vllm/tasks.py``."""
 
 
 @attrs.frozen
@@ -141,6 +153,12 @@ def _address(value: Any) -> str | None:
     if port is None or not 1 <= int(port[1]) <= 65535:
         return "must be tcp://HOST:PORT or ipc://PATH"
     return None
+
+
+@Check
+def _tasks(value: Any) -> str | None:
+    unknown = [task for task in value if task not in TASKS]
+    return f"has an unknown task {unknown[0]!r}" if unknown else None
 
 
 @attrs.frozen(kw_only=True)
@@ -252,8 +270,13 @@ class MockEngineConfig:
     """Only reported."""
     max_loras: int = attrs.field(default=0, validator=_integer(0, 2**31 - 1), metadata=FIGURES)
     """How many adapters an engine holds; 0 is an engine without LoRA."""
-    supported_tasks: tuple[str, ...] = attrs.field(default=("generate",), metadata=FIGURES)
-    """The answer to get_supported_tasks, separated by commas. Pooling is served all the same."""
+    max_lora_rank: int = attrs.field(default=0, validator=_integer(0, 2**31 - 1), metadata=FIGURES)
+    """Load adapters of this rank at most, and only those whose adapter_config.json is there. 0 loads
+    any, without looking for its files."""
+    supported_tasks: tuple[str, ...] = attrs.field(
+        default=("generate",), validator=_tasks, metadata=FIGURES
+    )
+    """The answer to get_supported_tasks, separated by commas; what asks for another task is refused."""
     lockstep: bool = attrs.field(default=False, metadata=FIGURES)
     """Follow data-parallel waves, as engines of a mixture-of-experts model do."""
     enable_sleep_mode: bool = attrs.field(default=True, metadata=FIGURES)
@@ -363,8 +386,13 @@ class MockEngineConfig:
     """Time from the start until the engines join, as if they loaded weights."""
     time_scale: float = attrs.field(default=1.0, validator=_scale, metadata=LIFE)
     """All times of a schedule and of the startup are multiplied by it."""
+    die_like_an_engine: bool = attrs.field(default=False, metadata=LIFE)
+    """Die of what a real engine core does not survive: ENGINE_CORE_DEAD and exit code 1, or deaf or
+    mute for good. Off, such a request is refused, and nothing else suffers."""
 
     def __attrs_post_init__(self) -> None:
+        if self.max_lora_rank and not self.max_loras:
+            raise ConfigurationError(f"max_lora_rank {self.max_lora_rank} takes max_loras")
         if self.is_scheduled:
             for fault in self._contradictions():
                 raise ConfigurationError(fault)

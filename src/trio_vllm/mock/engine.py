@@ -6,8 +6,8 @@ send. In a step every running request gets its next tokens, and each client that
 gets one message. A step in which a request joins, leaves or gets more than tokens is *eventful*; all
 others are copies of the last one with other tokens.
 
-The engine follows vLLM's (``vllm/v1/engine/core.py``), except that nothing kills it: what a real one
-dies of is refused or ignored, and noted in the event log.
+The engine follows vLLM's (``vllm/v1/engine/core.py``), except that nothing kills it unless that is asked
+for: what a real one dies of is refused or ignored, and noted in the event log.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import attrs
 from trio_vllm.errors import DecodeError
 from trio_vllm.mock.config import MockEngineConfig
 from trio_vllm.mock.content import TokenSource
+from trio_vllm.mock.deaths import Death, Deaths, Situation, Thread
 from trio_vllm.mock.encoding import (
     COORDINATOR,
     NIL,
@@ -41,6 +42,7 @@ from trio_vllm.protocol import (
     EngineCoreOutput,
     EngineCoreReadyResponse,
     EngineCoreRequest,
+    EngineMessage,
     FinishReason,
     Frames,
     HandshakeInit,
@@ -268,6 +270,8 @@ class MockEngine:
         self.events = EventLog(config.log_requests)
         self.step_count = 0
         """Steps made since the start."""
+        self.death: Death | None = None
+        """What this engine has died of, if it dies like a real one."""
         self._client_count = client_count
         self._has_coordinator = has_coordinator
         source = TokenSource(config.vocab_size)
@@ -278,6 +282,7 @@ class MockEngine:
             else UnlimitedScheduler(config, source, client_count, fast_path=fast_path)
         )
         self._control = EngineControl(config)
+        self._deaths = self._make_deaths() if config.die_like_an_engine else None
         self._template = MessageTemplate(engine_index, self._control.weight_version)
         self._replies = Replies(engine_index)
         self._sessions: dict[str, Session] = {}
@@ -297,11 +302,17 @@ class MockEngine:
 
     def handle(self, frames: Frames, now: float) -> list[Outgoing]:
         """Take one message from an input socket; give what to send at once, often nothing."""
+        if self.is_deaf:
+            return []
         self._begin(now)
         try:
             message = decode_engine_message(frames)
         except DecodeError as error:
+            if self._deaths is not None:
+                return self._die(self._deaths.of_bytes(frames, str(error)))
             return self._refuse_undecodable(error, now)
+        if (death := self._death_of(message)) is not None:
+            return self._die(death)
         match message:
             case EngineCoreRequest():
                 return self._add(message, now)
@@ -311,6 +322,50 @@ class MockEngine:
                 return self._call(message, now)
             case StartDpWave():
                 self._start_wave(message)
+        return []
+
+    # Dying --------------------------------------------------------------------------------------
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether nothing goes on any more."""
+        return self.death is not None and self.death.thread is Thread.MAIN
+
+    @property
+    def is_deaf(self) -> bool:
+        """Whether no message is taken any more."""
+        return self.death is not None and self.death.thread is not Thread.OUTPUT
+
+    @property
+    def is_mute(self) -> bool:
+        """Whether nothing that it makes can be sent any more."""
+        return self.death is not None and self.death.thread is Thread.OUTPUT
+
+    def _make_deaths(self) -> Deaths:
+        def is_in_flight(request_id: str) -> bool:
+            return self._scheduler.get(request_id) is not None and request_id not in self._sessions
+
+        adapters = self._control.adapters
+        return Deaths(Situation(self.config, self._client_count, is_in_flight, adapters.fault_of))
+
+    def _death_of(self, message: EngineMessage) -> Death | None:
+        if self._deaths is None or self.death is not None:
+            return None
+        if isinstance(message, EngineCoreRequest):
+            return self._deaths.of_request(message, is_refused=self._takes_no(message))
+        return self._deaths.of_call(message) if isinstance(message, UtilityRequest) else None
+
+    def _takes_no(self, wire: EngineCoreRequest) -> bool:
+        """Whether a request is turned away before anything else is done with it."""
+        if self._is_shutting_down:
+            return True
+        is_new = wire.request_id not in self._sessions and not wire.abort_immediately
+        return self._control.pause.refuses and is_new
+
+    def _die(self, death: Death) -> list[Outgoing]:
+        if self.death is None:
+            self.death = death
+            self.events.died(death)
         return []
 
     def _begin(self, now: float) -> None:
@@ -361,7 +416,7 @@ class MockEngine:
         if not self._take_in(wire, now, replies):
             return replies
         if wire.lora_request is not None:
-            self._control.use_adapter(wire.lora_request.lora_int_id)
+            self._control.use_adapter(wire.lora_request)
         if self._wave is not None:
             is_paused = self._control.pause.is_paused
             wave = self._wave.request_came(wire.current_wave, paused=is_paused)
@@ -412,7 +467,7 @@ class MockEngine:
     def _start(
         self, wire: EngineCoreRequest, emitted: int, now: float, replies: list[Outgoing]
     ) -> bool:
-        request = self._factory.make(wire, emitted)
+        request = self._make(wire, emitted)
         if isinstance(request, Refusal):
             self._sessions.pop(wire.request_id, None)
             self._refuse(wire, request, now, replies)
@@ -429,6 +484,13 @@ class MockEngine:
         else:
             self._scheduler.add(request, now)
         return True
+
+    def _make(self, wire: EngineCoreRequest, emitted: int) -> Request | Refusal:
+        request = self._factory.make(wire, emitted)
+        if wire.lora_request is None or isinstance(request, Refusal):
+            return request
+        fault = self._control.adapters.fault_of(wire.lora_request)
+        return request if fault is None else Refusal(fault)
 
     # Requests going -----------------------------------------------------------------------------
 
@@ -541,7 +603,7 @@ class MockEngine:
 
     def next_step_time(self, now: float) -> float | None:
         """When the next step is due, which may be before ``now``; None until a message comes."""
-        return self._scheduler.due(now) if self._has_work else None
+        return self._scheduler.due(now) if self._has_work and not self.is_dead else None
 
     def hold_clients(self, held: frozenset[int], now: float) -> None:
         """Make no output for these clients, or for `COORDINATOR`, until the next call.
@@ -645,8 +707,9 @@ class MockEngine:
 
     def start_wave(self, notice: StartDpWave, now: float) -> None:
         """The coordinator starts a wave; engines of a dense model have none."""
-        self._begin(now)
-        self._start_wave(notice)
+        if not self.is_deaf:
+            self._begin(now)
+            self._start_wave(notice)
 
     def _start_wave(self, notice: StartDpWave) -> None:
         if self._wave is None:

@@ -10,9 +10,11 @@ import numpy as np
 from trio_vllm.mock.block_hashes import PLAIN, CacheScope, MultiModalSpan
 from trio_vllm.mock.config import MockEngineConfig
 from trio_vllm.mock.content import Pooler, TokenSource, request_key
+from trio_vllm.mock.deaths import generates
 from trio_vllm.mock.kv_cache import BlockTable
 from trio_vllm.mock.scheduled_request import ScheduledRequest
 from trio_vllm.protocol import (
+    POOLING_TASKS,
     Array,
     EngineCoreRequest,
     EngineCoreSamplingParams,
@@ -121,7 +123,8 @@ class RequestFactory:
     def make(self, wire: EngineCoreRequest, emitted: int) -> Request | Refusal:
         """Make a request; its first token will be that of position ``emitted``.
 
-        Where a real engine would die (no prompt, or one too long) this gives a refusal.
+        Where a real engine would die (no prompt, or one too long) this gives a refusal, in that
+        engine's words if it has any.
         """
         prompt_len = _prompt_len(wire)
         fault = self._fault(wire, prompt_len)
@@ -154,12 +157,18 @@ class RequestFactory:
             )
         if wire.lora_request is not None and not config.max_loras:
             return "LoRA is not enabled. Use --enable-lora to enable LoRA."
-        if params is not None:
+        if params is not None and wire.pooling_params is None:
+            if not generates(config.supported_tasks):
+                return f"the model does not generate, its tasks are {[*config.supported_tasks]}"
             if params.max_tokens is None:
                 return "max_tokens must be set"
             return self._logprobs_fault(params, prompt_len)
         if wire.pooling_params is None:
             return "the request has neither sampling nor pooling parameters"
+        supported = [task for task in config.supported_tasks if task in POOLING_TASKS]
+        if wire.pooling_params.task not in supported:
+            task = wire.pooling_params.task
+            return f"Unsupported task: {task!r} Supported tasks: {supported}"
         rows, size = Pooler(config.embedding_size, config.num_labels).shape(
             wire.pooling_params, prompt_len
         )

@@ -21,8 +21,10 @@ from trio_vllm.errors import (
     StartupError,
 )
 from trio_vllm.mock.config import MockEngineConfig, ServeOptions
+from trio_vllm.mock.deaths import Death
 from trio_vllm.mock.engine import MockEngine, data_parallel_size, ready_response
 from trio_vllm.mock.events import (
+    EngineDied,
     LogEntry,
     MessageIgnored,
     PaceLost,
@@ -201,6 +203,9 @@ class _Service:
                 ) as channels,
             ):
                 await self._serve(engine_index, self._tap(engine_index, channels), session, feed)
+        if session.lost_address is not None and session.death is not None:
+            # It would come back to life if it joined the next one.
+            raise EngineDeadError(engine_index, f"the frontend has gone after {session.death}")
         return session.lost_address
 
     def _ready_response(self, engine_index: int, init: HandshakeInit) -> EngineCoreReadyResponse:
@@ -255,6 +260,7 @@ class _Service:
             raise
         finally:
             self._lockstep.runners.discard(runner)
+            session.death = engine.death
             if session.lost_address is not None:
                 # Whoever counts wants each request to end, and these have nobody to tell.
                 engine.shut_down(self._limits.runner.clock(), drain=False)
@@ -289,6 +295,8 @@ class _Session:
     runner: EngineRunner | None = attrs.field(default=None, init=False)
     """Set once the frontend is joined."""
     lost_address: str | None = attrs.field(default=None, init=False)
+    death: Death | None = attrs.field(default=None, init=False)
+    """What its engine has died of, if it dies like a real one."""
 
     async def watch(self, disconnects: trio.abc.ReceiveChannel[FrontendDisconnect]) -> None:
         """Task: end this session when a connection breaks."""
@@ -342,6 +350,10 @@ async def serve_in_memory(
     try:
         async with running(*runner.pumps()):
             await runner.run()
+    except EngineDeadError as error:
+        log.warning("%s", error)
+        runner.send_dead_sentinel()
+        meeting.leave(engine_index)
     finally:
         lockstep.runners.discard(runner)
 
@@ -397,6 +409,13 @@ def log_entries(engine_index: int, entries: Iterable[LogEntry]) -> None:
                 )
             case MessageIgnored():
                 log.warning("engine %d: message ignored: %s", engine_index, entry.reason)
+            case EngineDied():
+                log.warning(
+                    "engine %d: its %s has died of %s",
+                    engine_index,
+                    entry.death.thread.value,
+                    entry.death,
+                )
             case PaceLost():
                 log.warning(
                     "engine %d: this machine is too slow for the times asked for: %.3f s behind",
