@@ -20,6 +20,7 @@ import attrs
 
 from trio_vllm.errors import DecodeError
 from trio_vllm.mock.config import MockEngineConfig
+from trio_vllm.mock.connector import Connector, Fetched
 from trio_vllm.mock.content import TokenSource
 from trio_vllm.mock.deaths import Death, Deaths, Situation, Thread
 from trio_vllm.mock.encoding import (
@@ -275,11 +276,14 @@ class MockEngine:
         self._client_count = client_count
         self._has_coordinator = has_coordinator
         source = TokenSource(config.vocab_size)
-        self._factory = RequestFactory(engine_index, config, source)
+        self._connector = connector = Connector.of(config, engine_index)
+        self._factory = RequestFactory(engine_index, config, source, connector)
         self._scheduler: UnlimitedScheduler | SimulatedScheduler = (
-            simulated_scheduler(config, source, fast_path=fast_path)
+            simulated_scheduler(config, source, fast_path=fast_path, connector=connector)
             if config.is_scheduled
-            else UnlimitedScheduler(config, source, client_count, fast_path=fast_path)
+            else UnlimitedScheduler(
+                config, source, client_count, fast_path=fast_path, connector=connector
+            )
         )
         self._control = EngineControl(config)
         self._deaths = self._make_deaths() if config.die_like_an_engine else None
@@ -401,7 +405,10 @@ class MockEngine:
         """From now on refuse everything; abort what there is, unless it may ``drain``."""
         self._begin(now)
         self._is_shutting_down = True
-        return [] if drain else self._abort_all(now)
+        if drain:
+            return []
+        self._scheduler.release_all()
+        return self._abort_all(now)
 
     # Requests coming ----------------------------------------------------------------------------
 
@@ -475,6 +482,7 @@ class MockEngine:
         client_index, request_id = request.client_index, request.request_id
         self.events.started(request, self.config.output_token_chunk_size, now)
         if wire.abort_immediately:
+            self._leave_blocks(request)
             self._account_for(request, FinishReason.ABORT)
             self._finish_silently(client_index, request_id)
         elif request.end == emitted and not request.is_pooling:
@@ -484,6 +492,12 @@ class MockEngine:
         else:
             self._scheduler.add(request, now)
         return True
+
+    def _leave_blocks(self, request: Request) -> None:
+        """Let another engine know that what it keeps for a request is not needed."""
+        transfer = request.transfer
+        if self._connector is not None and transfer is not None and transfer.fetches:
+            self._connector.note_fetched(transfer)
 
     def _make(self, wire: EngineCoreRequest, emitted: int) -> Request | Refusal:
         request = self._factory.make(wire, emitted)
@@ -558,7 +572,8 @@ class MockEngine:
         if self._is_shutting_down:
             output = self._control.refuse(request, "Server shutting down")
             return [self._replies.utility(request.client_index, output, now)]
-        outcome = self._control.call(request, self.counts)
+        holds_blocks = self._scheduler.holds_blocks
+        outcome = self._control.call(request, self.counts, holds_blocks=holds_blocks)
         replies: list[Outgoing] = []
         self._scheduler.paused = self._control.pause.state.value
         match outcome.action:
@@ -600,6 +615,15 @@ class MockEngine:
     def pop_kv_events(self) -> list[list[KvCacheEvent]]:
         """KV-cache events of each step since this was last called, if they are to be published."""
         return self._scheduler.pop_kv_events()
+
+    def pop_fetched(self) -> list[Fetched]:
+        """Which blocks of other engines were fetched since this was last called."""
+        return [] if self._connector is None else self._connector.pop_fetched()
+
+    def release(self, request_id: str, now: float) -> None:
+        """Another engine has fetched the blocks that were kept of a request."""
+        self._begin(now)
+        self._scheduler.release(request_id)
 
     def next_step_time(self, now: float) -> float | None:
         """When the next step is due, which may be before ``now``; None until a message comes."""

@@ -105,11 +105,17 @@ class RowMaker:
         member.emitted += count
         if member.emitted == request.end:
             output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
+            if request.transfer is not None:
+                output.kv_transfer_params = request.transfer.answer
 
     def _prefill(self, request: Request, extras: Extras, output: EngineCoreOutput) -> Iterator[int]:
         """Put into an output what is told of the prompt, in slices."""
         count, prompt, key = request.prompt_len, extras.prompt_token_ids, request.key
         output.prefill_stats = PrefillStats(num_prompt_tokens=count, num_computed_tokens=count)
+        if request.was_fetched:
+            output.prefill_stats = PrefillStats(
+                num_prompt_tokens=count, num_cached_tokens=count, num_external_cached_tokens=count
+            )
         if extras.prompt_logprobs is not None:
             made = self._logprobs.empty_prompt(prompt, extras.prompt_logprobs)
             for rows in _slices(*made.token_ids.shape):

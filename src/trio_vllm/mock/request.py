@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import attrs
 import numpy as np
 
 from trio_vllm.mock.block_hashes import PLAIN, CacheScope, MultiModalSpan
 from trio_vllm.mock.config import MockEngineConfig
+from trio_vllm.mock.connector import Connector, KvTransfer, transfer_params
 from trio_vllm.mock.content import Pooler, TokenSource, request_key
 from trio_vllm.mock.deaths import generates
 from trio_vllm.mock.kv_cache import BlockTable
@@ -64,6 +65,10 @@ class Request:
     """What vLLM's scheduler knows of it, if there is one."""
     is_prefilled_elsewhere: bool = False
     """Whether its ``kv_transfer_params`` say so."""
+    transfer: KvTransfer | None = None
+    """Its part in prefill/decode disaggregation."""
+    was_fetched: bool = False
+    """Whether its prompt came from another engine, where there is no schedule."""
 
     emitted: int = 0
     """Tokens that it had got when it last left a batch, or joins its first one."""
@@ -116,6 +121,7 @@ class RequestFactory:
     _engine_index: int
     _config: MockEngineConfig
     _source: TokenSource
+    _connector: Connector | None = None
     _is_scheduled: bool = attrs.field(
         default=attrs.Factory(lambda self: self._config.is_scheduled, takes_self=True), init=False
     )
@@ -130,8 +136,19 @@ class RequestFactory:
         fault = self._fault(wire, prompt_len)
         if fault is not None:
             return Refusal(fault)
+        transfer = None if self._connector is None else self._connector.transfer_of(wire)
+        if transfer is not None and self._connector is not None:
+            fault = self._connector.fault_of(transfer)
+            if fault is not None:
+                return Refusal(fault)
         key = request_key(self._config.seed, self._engine_index, wire.request_id)
         end = self._end(key, emitted, prompt_len, wire.sampling_params)
+        extras = _extras(wire, emitted, self._config.vocab_size)
+        if transfer is not None and extras is None and (transfer.sends or not self._is_scheduled):
+            extras = Extras()  # its rows have more than tokens
+        scheduled = _scheduled(wire, prompt_len) if self._is_scheduled else None
+        if scheduled is not None:
+            scheduled.transfer = transfer
         return Request(
             request_id=wire.request_id,
             client_index=wire.client_index,
@@ -141,9 +158,10 @@ class RequestFactory:
             finish_reason=end.reason,
             stop_reason=end.stop_reason,
             emitted=emitted,
-            extras=_extras(wire, emitted, self._config.vocab_size),
-            scheduled=_scheduled(wire, prompt_len) if self._is_scheduled else None,
-            is_prefilled_elsewhere=_is_prefilled_elsewhere(wire),
+            extras=extras,
+            scheduled=scheduled,
+            is_prefilled_elsewhere=bool(transfer_params(wire).get("do_remote_prefill")),
+            transfer=transfer,
         )
 
     def _fault(self, wire: EngineCoreRequest, prompt_len: int) -> str | None:
@@ -268,12 +286,6 @@ def _scheduled(wire: EngineCoreRequest, prompt_len: int) -> ScheduledRequest:
         priority=wire.priority,
         arrival_time=wire.arrival_time,
     )
-
-
-def _is_prefilled_elsewhere(wire: EngineCoreRequest) -> bool:
-    params = wire.sampling_params
-    given = (params.extra_args or {}).get("kv_transfer_params") if params is not None else None
-    return isinstance(given, Mapping) and bool(given.get("do_remote_prefill"))
 
 
 def _multimodal(wire: EngineCoreRequest) -> tuple[MultiModalSpan, ...]:

@@ -188,6 +188,11 @@ class EngineRunner:
             if notice is not None:
                 self.engine.start_wave(notice, self._clock())
 
+    def release(self, request_id: str) -> None:
+        """Another engine has fetched the blocks that this one keeps of a request."""
+        self.engine.release(request_id, self._clock())
+        self._waker.wake()
+
     def shut_down(self, *, drain: bool) -> None:
         """Let `run` return once nothing is unfinished; abort what there is, unless ``drain``."""
         self._is_ending = True

@@ -35,6 +35,7 @@ from trio_vllm.mock.events import (
 )
 from trio_vllm.mock.publishing import KvEventFeed, publishing_kv_events
 from trio_vllm.mock.runner import EngineRunner, Lockstep, RunnerLimits
+from trio_vllm.mock.transfers import SideChannel, TransferHub, open_side_channel
 from trio_vllm.protocol import EngineCoreReadyResponse, FinishReason, HandshakeInit
 from trio_vllm.transport import (
     DESCRIPTORS_PER_ENGINE,
@@ -145,20 +146,23 @@ class _Service:
     async def _guard(self, engine_index: int, all_engines: trio.CancelScope) -> None:
         await trio.lowlevel.checkpoint()
         try:
-            async with publishing_kv_events(self._config, engine_index) as feed:
-                await self._run_engine(engine_index, feed)
+            async with (
+                publishing_kv_events(self._config, engine_index) as events,
+                open_side_channel(self._config, engine_index) as side_channel,
+            ):
+                await self._run_engine(engine_index, _Feeds(events, side_channel))
         except Exception as error:  # whatever it is: half of the engines is worse than none
             if self._failure is None:
                 self._failure = _failure_of(engine_index, error)
                 all_engines.cancel(reason=f"engine {engine_index} failed")
 
-    async def _run_engine(self, engine_index: int, feed: KvEventFeed | None) -> None:
+    async def _run_engine(self, engine_index: int, feeds: _Feeds) -> None:
         """Serve one frontend after the other."""
         with trio.move_on_after(self._config.startup_duration * self._config.time_scale):
             await self._shutdown.wait()
         while not self._shutdown.is_set():
             try:
-                gone = await self._serve_frontend(engine_index, feed)
+                gone = await self._serve_frontend(engine_index, feeds)
             except StartupError as error:
                 if not self._options.reconnect:
                     raise
@@ -184,7 +188,7 @@ class _Service:
             self._losses = 0
             gc.collect()
 
-    async def _serve_frontend(self, engine_index: int, feed: KvEventFeed | None) -> str | None:
+    async def _serve_frontend(self, engine_index: int, feeds: _Feeds) -> str | None:
         """Join a frontend and serve it; gives which address has gone, None after a shutdown."""
         session = _Session(self._options.shutdown_timeout, self._limits.last_outputs_time)
         with session.scope:
@@ -202,7 +206,7 @@ class _Service:
                     lingers=self._limits.lingers,
                 ) as channels,
             ):
-                await self._serve(engine_index, self._tap(engine_index, channels), session, feed)
+                await self._serve(engine_index, self._tap(engine_index, channels), session, feeds)
         if session.lost_address is not None and session.death is not None:
             # It would come back to life if it joined the next one.
             raise EngineDeadError(engine_index, f"the frontend has gone after {session.death}")
@@ -233,7 +237,7 @@ class _Service:
         engine_index: int,
         channels: FrontendChannels,
         session: _Session,
-        feed: KvEventFeed | None,
+        feeds: _Feeds,
     ) -> None:
         engine = MockEngine(
             self._config,
@@ -241,14 +245,13 @@ class _Service:
             client_count=len(channels.outputs),
             has_coordinator=channels.coordinator is not None,
         )
-        if feed is not None:
-            feed.restart()
         runner = EngineRunner(
             engine,
             channels,
-            on_idle_check=partial(self._on_idle_check, engine, feed),
+            on_idle_check=partial(self._on_idle_check, engine, feeds),
             limits=self._limits.runner,
         )
+        feeds.restart(runner)
         self._note_joined(engine_index, channels)
         self._lockstep.runners.add(runner)
         try:
@@ -276,13 +279,34 @@ class _Service:
             if not self._missing:
                 self._task_status.started()
 
-    def _on_idle_check(self, engine: MockEngine, feed: KvEventFeed | None) -> None:
-        if feed is not None:
-            feed.publish_from(engine)
+    def _on_idle_check(self, engine: MockEngine, feeds: _Feeds) -> None:
+        feeds.publish_from(engine)
         if entries := engine.events.pop_entries():
             log_entries(engine.engine_index, entries)
         if self._config.lockstep:
             self._lockstep.settle(self._limits.runner.clock())
+
+
+@attrs.frozen
+class _Feeds:
+    """What an engine tells to others than its frontend."""
+
+    _events: KvEventFeed | None
+    _side_channel: SideChannel | None
+
+    def restart(self, runner: EngineRunner) -> None:
+        """Begin with another `MockEngine`."""
+        if self._events is not None:
+            self._events.restart()
+        if self._side_channel is not None:
+            self._side_channel.release = runner.release
+
+    def publish_from(self, engine: MockEngine) -> None:
+        """Tell what an engine has noted."""
+        if self._events is not None:
+            self._events.publish_from(engine)
+        if self._side_channel is not None:
+            self._side_channel.tell(engine.pop_fetched())
 
 
 @attrs.define
@@ -324,6 +348,7 @@ async def serve_in_memory(
     *,
     lockstep: Lockstep,
     tap: Callable[[FrontendChannels], FrontendChannels] = lambda channels: channels,
+    transfers: TransferHub | None = None,
 ) -> None:
     """Run one mock engine for the frontend of its process, by trio's clock, until cancelled.
 
@@ -333,20 +358,25 @@ async def serve_in_memory(
       engine_index: Its number.
       lockstep: That of all engines which end a wave together.
       tap: Puts something between the engine and its channels.
+      transfers: Leads to the engines that it fetches KV blocks from, or keeps them for.
     """
     size = len(meeting.engine_indices) if config.lockstep else 1
     response = ready_response(config, engine_index, data_parallel_size=size)
     channels = tap(meeting.join(engine_index, response))
     engine = MockEngine(config, engine_index, has_coordinator=channels.coordinator is not None)
 
+    hub = transfers or TransferHub()
+
     def on_idle_check() -> None:
         log_entries(engine_index, engine.events.pop_entries())
+        hub.tell(engine.pop_fetched())
         if config.lockstep:
             lockstep.settle(trio.current_time())
 
     limits = RunnerLimits(clock=trio.current_time)
     runner = EngineRunner(engine, channels, on_idle_check=on_idle_check, limits=limits)
     lockstep.runners.add(runner)
+    hub.join(config, engine_index, runner.release)
     try:
         async with running(*runner.pumps()):
             await runner.run()

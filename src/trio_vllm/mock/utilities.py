@@ -112,6 +112,13 @@ _WORKER_METHODS = frozenset(
 """The methods that ``collective_rpc`` knows; each answers nil per worker."""
 
 
+_CANNOT_RESET = (
+    "Failed to reset KV cache even when all the running requests are preempted and moved to the waiting"
+    " queue. This is likely due to the presence of running requests waiting for remote KV transfer, which"
+    " is not supported yet."
+)
+
+
 class RequestAction(enum.Enum):
     """What a call does to the requests of the engine."""
 
@@ -167,10 +174,18 @@ class EngineControl:
         with contextlib.suppress(AdapterError):
             self.adapters.add(lora)
 
-    def call(self, request: UtilityRequest, counts: Counts) -> Outcome:
-        """Run a call, in an engine with so many requests running and waiting."""
+    def call(
+        self, request: UtilityRequest, counts: Counts, *, holds_blocks: bool = False
+    ) -> Outcome:
+        """Run a call.
+
+        Args:
+          request: The call.
+          counts: Requests that run and wait.
+          holds_blocks: Whether there are KV blocks in use which no preemption would free.
+        """
         name = request.method
-        methods = _Methods(self, self._config, counts)
+        methods = _Methods(self, self._config, counts, holds_blocks)
         method = None if name.startswith("_") else getattr(methods, name, None)
         try:
             if method is None:
@@ -233,6 +248,7 @@ class _Methods:
     _control: EngineControl
     _config: MockEngineConfig
     _counts: Counts
+    _holds_blocks: bool
 
     @property
     def _pause(self) -> Pause:
@@ -304,8 +320,10 @@ class _Methods:
         self, reset_running_requests: Any = False, reset_connector: Any = False
     ) -> _Then | bool:
         if reset_running_requests:
+            if self._holds_blocks:
+                raise RuntimeError(_CANNOT_RESET)
             return _Then(True, RequestAction.PREEMPT_ALL)
-        if self._has_running:
+        if self._has_running or self._holds_blocks:
             return False
         return _Then(True, RequestAction.RESET_CACHE)
 
