@@ -401,7 +401,7 @@ async def test_a_prompt_is_computed_once(autojump_clock: object, schedule: bool)
     config: dict[str, Any] = {}
     if schedule:
         config = {**SCHEDULED, "enable_logging_iteration_details": True}
-    times = {"kv_cache_transfer_latency": 3.0} if schedule else {}
+    times: dict[str, Any] = {"kv_cache_transfer_latency": 3.0} if schedule else {}
     computed: dict[str, int] = {"prefill": 0, "decode": 0}
 
     def count(role: str, stats: SchedulerStats) -> None:
