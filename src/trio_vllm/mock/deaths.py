@@ -20,11 +20,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 import attrs
 
 from trio_vllm.mock.config import GENERATION_TASKS, MockEngineConfig
+from trio_vllm.mock.late_interaction import LateQueries, late_params
 from trio_vllm.protocol import (
     EngineCoreRequest,
     EngineCoreSamplingParams,
     Frames,
-    LateInteractionParams,
     LoRARequest,
     UtilityRequest,
 )
@@ -62,8 +62,7 @@ class Situation:
     """Whether a request of this id is unfinished, and no chunk can follow it."""
     adapter_fault: Callable[[LoRARequest], str | None]
     """Why an adapter cannot be loaded, if so."""
-    queries: dict[str, int] = attrs.field(factory=dict, init=False)
-    """How many documents may still ask for each late-interaction query that is kept."""
+    queries: LateQueries
 
     @property
     def tasks(self) -> Collection[str]:
@@ -151,20 +150,13 @@ def _max(token_ids: Iterable[int] | None) -> int:
     return max(token_ids or (), default=-1)
 
 
-def _late(wire: EngineCoreRequest, mode: str) -> LateInteractionParams | None:
-    """What a request says of late interaction, if it has this part in it."""
-    pooling = wire.pooling_params
-    late = pooling.late_interaction_params if pooling is not None else None
-    return late if late is not None and late.mode == mode else None
-
-
 def _is_unknown_query(wire: EngineCoreRequest, situation: Situation) -> bool:
-    late = _late(wire, "score_doc")
+    late = late_params(wire, "score_doc")
     return late is not None and late.query_key not in situation.queries
 
 
 def _is_unused_query(wire: EngineCoreRequest, _: Situation) -> bool:
-    late = _late(wire, "cache_query")
+    late = late_params(wire, "cache_query")
     return late is not None and late.query_uses is None
 
 
@@ -315,8 +307,6 @@ class Deaths:
         for death in self._causes(wire):
             if death.thread is not Thread.MAIN or not is_refused:
                 return death
-        if not (is_refused or wire.abort_immediately):
-            self._keep_query(wire)
         return None
 
     def _causes(self, wire: EngineCoreRequest) -> Iterator[Death]:
@@ -325,22 +315,12 @@ class Deaths:
             if params_rule.applies(_params(wire)):
                 reason = "a constructor refuses it while the message is decoded"
                 yield Death(Thread.INPUT, f"{who} with a wrong {params_rule.name}", reason)
-        if _is_refused_before(wire):
+        if fails_in_preprocessing(wire):
             return
         for rule in REQUEST_RULES:
             runs = not wire.abort_immediately
             if (runs or rule.at_once) and rule.applies(wire, self.situation):
                 yield Death(rule.thread, f"{who} with {rule.name}", rule.reason)
-
-    def _keep_query(self, wire: EngineCoreRequest) -> None:
-        """Keep a late-interaction query until as many documents have asked for it as it says."""
-        queries = self.situation.queries
-        if (query := _late(wire, "cache_query")) is not None:
-            queries[query.query_key] = query.query_uses or 0
-        elif (document := _late(wire, "score_doc")) is not None:
-            queries[document.query_key] -= 1
-            if queries[document.query_key] < 1:
-                del queries[document.query_key]
 
     def of_call(self, call: UtilityRequest) -> Death | None:
         """The death by a utility call, if it is one that kills."""
@@ -357,8 +337,8 @@ class Deaths:
         return None
 
 
-def _is_refused_before(wire: EngineCoreRequest) -> bool:
-    """Whether the input thread answers the request with an error, which it does under a guard."""
+def fails_in_preprocessing(wire: EngineCoreRequest) -> bool:
+    """Whether the input thread answers a request with an error, under a guard; it does not say why."""
     if wire.sampling_params is None:
         return wire.pooling_params is None
     return wire.pooling_params is None and wire.sampling_params.max_tokens is None

@@ -32,6 +32,7 @@ from trio_vllm.mock.encoding import (
 )
 from trio_vllm.mock.events import EventLog, Summary
 from trio_vllm.mock.kv_events import KvCacheEvent
+from trio_vllm.mock.late_interaction import LateQueries
 from trio_vllm.mock.request import Refusal, Request, RequestFactory
 from trio_vllm.mock.simulated import SimulatedScheduler, simulated_scheduler
 from trio_vllm.mock.unlimited import Counts, UnlimitedScheduler
@@ -187,9 +188,11 @@ class Replies:
 
     def refused(self, client_index: int, request_id: str, refusal: Refusal, now: float) -> Outgoing:
         """A request ends with an error."""
-        error = RequestErrorInfo(
-            code=refusal.code, message=refusal.message, retryable=refusal.retryable
-        )
+        error = None
+        if refusal.code is not None:
+            error = RequestErrorInfo(
+                code=refusal.code, message=refusal.message, retryable=refusal.retryable
+            )
         return self.ended(client_index, [request_id], FinishReason.ERROR, now, error)
 
     def utility(self, client_index: int, output: UtilityOutput, now: float) -> Outgoing:
@@ -286,6 +289,7 @@ class MockEngine:
             )
         )
         self._control = EngineControl(config)
+        self._queries = LateQueries()
         self._deaths = self._make_deaths() if config.die_like_an_engine else None
         self._template = MessageTemplate(engine_index, self._control.weight_version)
         self._replies = Replies(engine_index)
@@ -350,7 +354,11 @@ class MockEngine:
             return self._scheduler.get(request_id) is not None and request_id not in self._sessions
 
         adapters = self._control.adapters
-        return Deaths(Situation(self.config, self._client_count, is_in_flight, adapters.fault_of))
+        return Deaths(
+            Situation(
+                self.config, self._client_count, is_in_flight, adapters.fault_of, self._queries
+            )
+        )
 
     def _death_of(self, message: EngineMessage) -> Death | None:
         if self._deaths is None or self.death is not None:
@@ -501,10 +509,16 @@ class MockEngine:
 
     def _make(self, wire: EngineCoreRequest, emitted: int) -> Request | Refusal:
         request = self._factory.make(wire, emitted)
-        if wire.lora_request is None or isinstance(request, Refusal):
+        if isinstance(request, Refusal):
             return request
-        fault = self._control.adapters.fault_of(wire.lora_request)
-        return request if fault is None else Refusal(fault)
+        fault = self._queries.fault_of(wire)
+        if fault is None and wire.lora_request is not None:
+            fault = self._control.adapters.fault_of(wire.lora_request)
+        if fault is not None:
+            return Refusal(fault)
+        if request.is_pooling and not wire.abort_immediately:
+            request.query = self._queries.take(wire, request.key, request.prompt_len)
+        return request
 
     # Requests going -----------------------------------------------------------------------------
 

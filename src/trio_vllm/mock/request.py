@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import ClassVar
 
 import attrs
 import numpy as np
@@ -11,8 +12,9 @@ from trio_vllm.mock.block_hashes import PLAIN, CacheScope, MultiModalSpan
 from trio_vllm.mock.config import MockEngineConfig
 from trio_vllm.mock.connector import Connector, KvTransfer, transfer_params
 from trio_vllm.mock.content import Pooler, TokenSource, request_key
-from trio_vllm.mock.deaths import generates
+from trio_vllm.mock.deaths import fails_in_preprocessing, generates
 from trio_vllm.mock.kv_cache import BlockTable
+from trio_vllm.mock.late_interaction import LateQuery
 from trio_vllm.mock.scheduled_request import ScheduledRequest
 from trio_vllm.protocol import (
     POOLING_TASKS,
@@ -67,6 +69,8 @@ class Request:
     """Whether its ``kv_transfer_params`` say so."""
     transfer: KvTransfer | None = None
     """Its part in prefill/decode disaggregation."""
+    query: LateQuery | None = None
+    """What a document is scored by, in late interaction."""
     was_fetched: bool = False
     """Whether its prompt came from another engine, where there is no schedule."""
 
@@ -99,7 +103,9 @@ class Refusal:
     """Why a request gets an error output instead of tokens."""
 
     message: str
-    code: str = "validation_error"
+    CODE: ClassVar = "validation_error"
+    code: str | None = CODE
+    """None where an engine does not say why; the log does."""
     retryable: bool = False
 
 
@@ -135,7 +141,8 @@ class RequestFactory:
         prompt_len = _prompt_len(wire)
         fault = self._fault(wire, prompt_len)
         if fault is not None:
-            return Refusal(fault)
+            code = None if fails_in_preprocessing(wire) else Refusal.CODE
+            return Refusal(fault, code)
         transfer = None if self._connector is None else self._connector.transfer_of(wire)
         if transfer is not None and self._connector is not None:
             fault = self._connector.fault_of(transfer)
