@@ -56,6 +56,7 @@ RULES = {
     "mock/publishing": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
     "mock/runner": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
     "mock/serve": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
+    "mock/transfers": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
     # What starts processes knows nothing of engines, so that the commands can use it for their own.
     "processes": Allowed(frozenset({"concurrency"}), IMPURE | {"trio"}),
     # Beside the client, not in it: it makes an `EngineSource`, which is all that a client asks for.

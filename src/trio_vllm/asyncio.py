@@ -28,6 +28,7 @@ from trio_vllm.llm import (
     EncodeRequest,
     GenerateOutput,
     GenerateRequest,
+    GenerateStream,
     LlmStatistics,
 )
 
@@ -51,14 +52,14 @@ class Llm:
         return await self._guest.run(self.trio.generate, request)
 
     @asynccontextmanager
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[Stream[CompletionDelta]]:
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[CompletionStream]:
         """Complete a prompt; the block's value iterates over what is new.
 
         Leaving the block early, for whatever reason, aborts the request. See
         `trio_vllm.Llm.stream`.
         """
         async with self._guest.enter(self.trio.stream(request)) as stream:
-            yield Stream(self._guest, stream, stream.request_id)
+            yield CompletionStream(self._guest, stream)
 
     @asynccontextmanager
     async def map(
@@ -132,12 +133,20 @@ class Stream(Generic[T]):
             await self._guest.run(self._receive)
         return self._deliveries.popleft()
 
-    def stop(self, stop_reason: str | None = None, *, index: int | None = None) -> None:
-        """Finish a completion that matched a stop string; see `trio_vllm.GenerateStream.stop`."""
-        self._stream.stop(stop_reason, index=index)
-
     async def _receive(self) -> None:
         self._deliveries.append(await self._stream.__anext__())
+
+
+class CompletionStream(Stream[CompletionDelta]):
+    """An asynchronous iterator over the deltas of a prompt's completions; see `Llm.stream`."""
+
+    def __init__(self, guest: GuestRun, stream: GenerateStream) -> None:
+        super().__init__(guest, stream, stream.request_id)
+        self._completions = stream
+
+    def stop(self, stop_reason: str | None = None, *, index: int | None = None) -> None:
+        """Finish a completion that matched a stop string; see `trio_vllm.GenerateStream.stop`."""
+        self._completions.stop(stop_reason, index=index)
 
 
 class _FromAsyncio(AsyncIterator[T]):

@@ -123,7 +123,14 @@ def test_defaults_are_those_of_the_library() -> None:
 
 def test_options_reach_another_process() -> None:
     """All of them, in one argument."""
-    tokens = ["--supported-tasks", "embed,score", "--engine-count", "4", "--step-interval", "0.5"]
+    tokens = [
+        "--supported-tasks",
+        "embed,classify",
+        "--engine-count",
+        "4",
+        "--step-interval",
+        "0.5",
+    ]
     options = parsed(*tokens, "--processes", "2", "--debug", "--startup-timeout", "3")
 
     assert MockOptions.from_json(options.to_json()) == options
@@ -176,7 +183,13 @@ def test_options_reach_another_process() -> None:
         (["--vllm-version", "1"], "vllm_version", "1"),
         (["--instance-id", "x"], "instance_id", "x"),
         (["--max-loras", "2"], "max_loras", 2),
+        (["--max-lora-rank", "8", "--max-loras", "1"], "max_lora_rank", 8),
+        (["--die-like-an-engine"], "die_like_an_engine", True),
         (["--supported-tasks", "generate,embed"], "supported_tasks", ("generate", "embed")),
+        (["--pd-role", "prefill"], "pd_role", "prefill"),
+        (["--pd-role", "both", "--kv-lease-duration", "1min"], "kv_lease_duration", 60.0),
+        (["--pd-role", "both", "--kv-side-channel-host", "x"], "kv_side_channel_host", "x"),
+        (["--pd-role", "both", "--kv-side-channel-port", "7"], "kv_side_channel_port", 7),
         (["--lockstep"], "lockstep", True),
         (["--no-reconnect"], "reconnect", False),
         (["--startup-timeout", "2.5"], "startup_timeout", 2.5),
@@ -213,6 +226,12 @@ def test_profiles_hold_where_nothing_else_is_given(tmp_path: Path) -> None:
         (["--engine-start-index", "65535", "--engine-count", "2"], "index would be 65536"),
         (["--seed", "-1"], "--seed"),
         (["--max-model-len", "0"], "--max-model-len"),
+        (["--max-lora-rank", "8"], "max_lora_rank 8 takes max_loras"),
+        (["--pd-role", "neither"], "--pd-role"),
+        (["--kv-lease-duration", "9"], "kv_lease_duration takes pd_role"),
+        (["--pd-role", "decode", "--kv-lease-duration", "9"], "contradicts pd_role decode"),
+        (["--pd-role", "both", "--kv-side-channel-port", "0"], "--kv-side-channel-port"),
+        (["--supported-tasks", "generate,embedding"], "unknown task 'embedding'"),
         (["--dtype", "int8"], "--dtype"),
         (["--handshake-address", "127.0.0.1:29550"], "--handshake-address"),
         (["--handshake-address", "tcp://127.0.0.1:0"], "--handshake-address"),

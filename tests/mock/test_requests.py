@@ -9,7 +9,7 @@ import ormsgpack
 import pytest
 from tests.mock.driver import OMITTED, Driver, drive, pack_add, raw_request
 
-from trio_vllm.mock import COORDINATOR
+from trio_vllm.mock import COORDINATOR, RequestRefused
 from trio_vllm.protocol import EventType, FinishReason, RequestBatchOutputs
 
 LENGTH, STOP, ABORT, ERROR = (
@@ -119,13 +119,11 @@ def test_nothing_but_an_id() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_tokens": None}, "max_tokens must be set"),
         ({"prompt_token_ids": []}, "the prompt is empty"),
         ({"prompt_token_ids": None}, "the prompt is empty"),
         ({"prompt_token_ids": None, "prompt_embeds": NO_EMBEDDINGS}, "the prompt is empty"),
         ({"prompt_token_ids": [1] * 50}, "the prompt of 50 tokens leaves no room"),
         ({"prompt_token_ids": [1] * 51}, "the prompt of 51 tokens leaves no room"),
-        ({"sampling_params": None}, "neither sampling nor pooling"),
         ({"lora_request": ["ad", 1, "path"]}, "LoRA is not enabled"),
         ({"params": {"logprobs": -2}}, "logprobs must be at least -1"),
         ({"params": {"logprob_token_ids": [32_000]}}, "beyond the vocabulary"),
@@ -133,7 +131,14 @@ def test_nothing_but_an_id() -> None:
             {"params": {"prompt_logprob_token_ids": ["<f4", [1, 1], ormsgpack.Ext(3, bytes(4))]}},
             "must be signed integers in rows",
         ),
-        ({"sampling_params": None, "pooling_params": [None, 2**27]}, "67108864 are possible"),
+        (
+            {"sampling_params": None, "pooling_params": [None, None, None, None, "classify"]},
+            "Unsupported task: 'classify' Supported tasks: ['embed']",
+        ),
+        (
+            {"sampling_params": None, "pooling_params": []},
+            "Unsupported task: None Supported tasks: ['embed']",
+        ),
         ({"max_tokens": "many"}, "max_tokens"),
         ({"max_tokens": 2**32}, "max_tokens"),
         ({"priority": 2**31}, "priority"),
@@ -144,7 +149,7 @@ def test_nothing_but_an_id() -> None:
 )
 def test_what_cannot_run_gets_an_error(fields: dict[str, Any], message: str) -> None:
     """Each such request is answered, and another one is not disturbed."""
-    driver = drive(max_model_len=50)
+    driver = drive(max_model_len=50, supported_tasks=("generate", "embed"))
     driver.add("healthy", 5)
     driver.step()
     driver.add("bad", **fields)
@@ -153,6 +158,71 @@ def test_what_cannot_run_gets_an_error(fields: dict[str, Any], message: str) -> 
     assert message in error_of(driver, "bad")
     assert driver.finish_reason("healthy") is LENGTH
     assert driver.engine.summary.errors == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": None}, "max_tokens must be set"),
+        ({"sampling_params": None}, "neither sampling nor pooling"),
+    ],
+)
+def test_some_errors_are_only_in_the_log(fields: dict[str, Any], message: str) -> None:
+    """As of a real engine, whose input thread catches what it did not expect."""
+    driver = drive()
+    driver.add("bad", **fields)
+    (output,) = driver.outputs("bad")
+    assert (output.finish_reason, output.error) == (FinishReason.ERROR, None)
+    (entry,) = driver.engine.events.pop_entries()
+    assert isinstance(entry, RequestRefused)
+    assert message in entry.reason
+
+
+def test_too_many_numbers_of_vectors_get_an_error() -> None:
+    """A vector of each token of the prompt."""
+    driver = drive(embedding_size=2**20, supported_tasks=("token_embed",))
+    params = [None, None, None, None, "token_embed"]
+    driver.add("a", sampling_params=None, pooling_params=params, prompt_token_ids=[1] * 65)
+
+    assert "asks for 68157440 numbers" in error_of(driver, "a")
+
+
+def test_dimensions_only_cut() -> None:
+    """A model has no more than it has; an engine takes a slice."""
+    driver = drive(embedding_size=8, supported_tasks=("embed",))
+    params = [None, 2**27, None, None, "embed"]
+    driver.add("a", sampling_params=None, pooling_params=params)
+    driver.run()
+
+    (output,) = driver.outputs("a")
+    assert output.pooling_output is not None
+    assert output.pooling_output.shape == (8,)
+
+
+@pytest.mark.parametrize("schedule", [False, True])
+def test_late_interaction_gives_numbers(schedule: bool) -> None:
+    """0 for the query, and for a document how much its tokens are like those of the query."""
+    driver = drive(schedule=schedule, supported_tasks=("token_embed",))
+    base = [None, None, None, None, "token_embed", False, None]
+    query = [*base, ["cache_query", "q", 2]]
+    document = [*base, ["score_doc", "q", None]]
+    driver.add("early", sampling_params=None, pooling_params=document)
+    driver.add("query", sampling_params=None, pooling_params=query)
+    for name in ("one", "two", "three"):
+        driver.add(name, sampling_params=None, pooling_params=document)
+    driver.run()
+
+    values = {}
+    for name in ("query", "one", "two"):
+        (output,) = driver.outputs(name)
+        assert output.pooling_output is not None
+        assert output.pooling_output.shape == ()
+        values[name] = float(output.pooling_output.numpy())
+    assert values["query"] == 0
+    assert values["one"] != values["two"]
+    assert 0 < values["one"] < 3  # each of three tokens has a likeness of 1 at most
+    for name in ("early", "three"):
+        assert "query cache miss for key 'q'" in error_of(driver, name)
 
 
 def test_too_many_logprobs_get_an_error() -> None:
@@ -450,8 +520,7 @@ def test_end_of_text_is_off_unless_asked_for() -> None:
 @pytest.mark.parametrize(
     ("params", "shape"),
     [
-        ([], (64,)),
-        ([None, 8], (8,)),
+        ([None, 8, None, None, "embed"], (8,)),
         ([None, None, None, None, "embed"], (64,)),
         ([None, 5, None, None, "token_embed"], (3, 5)),
     ],
@@ -460,7 +529,7 @@ def test_a_pooling_request_gets_a_vector(params: list[Any], shape: tuple[int, ..
     """Always the same one, of length one, in one output that also tells of the prefill."""
     vectors = []
     for _ in range(2):
-        driver = drive()
+        driver = drive(supported_tasks=("embed", "token_embed"))
         driver.add("a", sampling_params=None, pooling_params=params)
         driver.run()
         (output,) = driver.outputs("a")
@@ -478,8 +547,8 @@ def test_a_pooling_request_gets_a_vector(params: list[Any], shape: tuple[int, ..
 
 def test_the_size_of_vectors_can_be_set() -> None:
     """The option of the configuration."""
-    driver = drive(embedding_size=7)
-    driver.add("a", sampling_params=None, pooling_params=[])
+    driver = drive(embedding_size=7, supported_tasks=("embed",))
+    driver.add("a", sampling_params=None, pooling_params=[None, None, None, None, "embed"])
     driver.run()
 
     (output,) = driver.outputs("a")
@@ -684,7 +753,7 @@ def test_the_journal_notes_requests_when_asked() -> None:
 @pytest.mark.parametrize("num_labels", [1, 4])
 def test_labels_get_probabilities(task: str, rows: int, num_labels: int) -> None:
     """Several sum to one, a single one is between 0 and 1 and differs from request to request."""
-    driver = drive(num_labels=num_labels)
+    driver = drive(num_labels=num_labels, supported_tasks=(task,))
     for i in range(5):
         params = [None, None, None, None, task]
         driver.add(f"r{i}", sampling_params=None, pooling_params=params)
@@ -705,7 +774,7 @@ def test_labels_get_probabilities(task: str, rows: int, num_labels: int) -> None
 
 def test_without_activation_there_are_logits_and_vectors_of_any_length() -> None:
     """As the request asks."""
-    driver = drive(num_labels=50)
+    driver = drive(num_labels=50, supported_tasks=("classify", "embed"))
     for task in ("classify", "embed"):
         params = [False, None, None, None, task]
         driver.add(task, sampling_params=None, pooling_params=params)

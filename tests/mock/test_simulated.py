@@ -292,9 +292,9 @@ def test_tokens_are_those_of_an_engine_without_a_schedule() -> None:
 
 def test_pooling_and_embeddings_are_scheduled() -> None:
     """A pooling request ends with its prompt."""
-    driver = drive(max_num_batched_tokens=256)
+    driver = drive(max_num_batched_tokens=256, supported_tasks=("generate", "embed"))
     driver.add("a", 1, prompt_token_ids=prompt(600))
-    driver.add("p", sampling_params=None, pooling_params=[])
+    driver.add("p", sampling_params=None, pooling_params=[None, None, None, None, "embed"])
     driver.run()
     assert first_steps(driver) == {"a": 2, "p": 2}
     assert driver.outputs("p")[0].pooling_output is not None

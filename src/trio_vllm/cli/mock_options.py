@@ -30,6 +30,7 @@ SECTIONS = (
     "Scheduling",
     "Time of a step",
     "Time of a request",
+    "Disaggregation",
     "What the engines say of themselves",
     "Life",
 )

@@ -39,11 +39,25 @@ FIGURES = _section("What the engines say of themselves")
 SCHEDULING = _section("Scheduling")
 STEP_TIME = _section("Time of a step")
 REQUEST_TIME = _section("Time of a request")
+DISAGGREGATION = _section("Disaggregation")
 LIFE = _section("Life")
 
 POLICIES = ("fcfs", "priority")
+PD_ROLES = ("prefill", "decode", "both")
 HASH_ALGORITHMS = ("sha256", "sha256_cbor")
 DTYPES = ("float16", "bfloat16", "float32")
+GENERATION_TASKS = ("generate", "transcription", "realtime")
+TASKS = (
+    *GENERATION_TASKS,
+    "embed",
+    "classify",
+    "token_embed",
+    "token_classify",
+    "plugin",
+    "embed&token_classify",
+    "render",
+)
+"""What a model may support: upstream's ``vllm/tasks.py``."""
 
 
 @attrs.frozen
@@ -129,8 +143,12 @@ def _positive_seconds(value: Any) -> str | None:
     return None if isinstance(value, int | float) and value > 0 else "must be more than 0"
 
 
-def _one_of(*values: str) -> Check:
-    return Check(lambda value: None if value in values else f"must be one of {', '.join(values)}")
+def _one_of(*values: str, optional: bool = False) -> Check:
+    def fault_in(value: Any) -> str | None:
+        is_fine = value in values or (optional and value is None)
+        return None if is_fine else f"must be one of {', '.join(values)}"
+
+    return Check(fault_in)
 
 
 @Check
@@ -141,6 +159,12 @@ def _address(value: Any) -> str | None:
     if port is None or not 1 <= int(port[1]) <= 65535:
         return "must be tcp://HOST:PORT or ipc://PATH"
     return None
+
+
+@Check
+def _tasks(value: Any) -> str | None:
+    unknown = [task for task in value if task not in TASKS]
+    return f"has an unknown task {unknown[0]!r}" if unknown else None
 
 
 @attrs.frozen(kw_only=True)
@@ -252,8 +276,13 @@ class MockEngineConfig:
     """Only reported."""
     max_loras: int = attrs.field(default=0, validator=_integer(0, 2**31 - 1), metadata=FIGURES)
     """How many adapters an engine holds; 0 is an engine without LoRA."""
-    supported_tasks: tuple[str, ...] = attrs.field(default=("generate",), metadata=FIGURES)
-    """The answer to get_supported_tasks, separated by commas. Pooling is served all the same."""
+    max_lora_rank: int = attrs.field(default=0, validator=_integer(0, 2**31 - 1), metadata=FIGURES)
+    """Load adapters of this rank at most, and only those whose adapter_config.json is there. 0 loads
+    any, without looking for its files."""
+    supported_tasks: tuple[str, ...] = attrs.field(
+        default=("generate",), validator=_tasks, metadata=FIGURES
+    )
+    """The answer to get_supported_tasks, separated by commas; what asks for another task is refused."""
     lockstep: bool = attrs.field(default=False, metadata=FIGURES)
     """Follow data-parallel waves, as engines of a mixture-of-experts model do."""
     enable_sleep_mode: bool = attrs.field(default=True, metadata=FIGURES)
@@ -346,7 +375,8 @@ class MockEngineConfig:
     kv_cache_transfer_latency: float = attrs.field(
         default=0.0, validator=_finite_seconds, metadata=REQUEST_TIME
     )
-    """In place of the prefill, if kv_transfer_params say that it was done elsewhere."""
+    """In place of the prefill, if kv_transfer_params say that it was done elsewhere. With --pd-role
+    also beside times of steps."""
     kv_cache_transfer_latency_std_dev: float = attrs.field(
         default=0.0, validator=_finite_seconds, metadata=REQUEST_TIME
     )
@@ -356,6 +386,23 @@ class MockEngineConfig:
     )
     """How much longer all this takes when max_num_seqs requests run; with fewer it is in between."""
 
+    pd_role: Literal["prefill", "decode", "both"] | None = attrs.field(
+        default=None, validator=_one_of(*PD_ROLES, optional=True), metadata=DISAGGREGATION
+    )
+    """Give and take kv_transfer_params as vLLM's NIXL connector does: keep the blocks of a prompt for
+    another engine (prefill), fetch them from one (decode), or both. The transfer takes
+    --kv-cache-transfer-latency."""
+    kv_lease_duration: float = attrs.field(
+        default=30.0, validator=_finite_seconds, metadata=DISAGGREGATION
+    )
+    """Seconds that blocks are kept which nobody fetches."""
+    kv_side_channel_host: str = attrs.field(default="localhost", metadata=DISAGGREGATION)
+    """Where other engines find this one, to tell it that they have fetched blocks."""
+    kv_side_channel_port: int = attrs.field(
+        default=5600, validator=_integer(1, 65_535), metadata=DISAGGREGATION
+    )
+    """The port there. Each further engine has the next."""
+
     step_interval: float = attrs.field(default=0.0, validator=_seconds, metadata=LIFE)
     """Seconds between the steps of an engine, at least. 0 is as fast as can be, which floods a
     frontend that is slower: it gets to aborts only once it has caught up."""
@@ -363,8 +410,19 @@ class MockEngineConfig:
     """Time from the start until the engines join, as if they loaded weights."""
     time_scale: float = attrs.field(default=1.0, validator=_scale, metadata=LIFE)
     """All times of a schedule and of the startup are multiplied by it."""
+    die_like_an_engine: bool = attrs.field(default=False, metadata=LIFE)
+    """Die of what a real engine core does not survive: ENGINE_CORE_DEAD and exit code 1, or deaf or
+    mute for good. Off, such a request is refused, and nothing else suffers."""
 
     def __attrs_post_init__(self) -> None:
+        if self.max_lora_rank and not self.max_loras:
+            raise ConfigurationError(f"max_lora_rank {self.max_lora_rank} takes max_loras")
+        if self.pd_role is None and (given := self._given(DISAGGREGATION)):
+            raise ConfigurationError(f"{given[0]} takes pd_role")
+        if self.pd_role == "decode" and "kv_lease_duration" in self._given(DISAGGREGATION):
+            raise ConfigurationError(
+                "kv_lease_duration contradicts pd_role decode, which keeps none"
+            )
         if self.is_scheduled:
             for fault in self._contradictions():
                 raise ConfigurationError(fault)
@@ -389,7 +447,14 @@ class MockEngineConfig:
     @property
     def is_timed_by_request(self) -> bool:
         """Whether tokens come at times of their own, and not all in the step that computes them."""
-        return bool(self._given(REQUEST_TIME))
+        return bool(self._times_of_requests)
+
+    @property
+    def _times_of_requests(self) -> list[str]:
+        given = self._given(REQUEST_TIME)
+        if self.pd_role is None:
+            return given
+        return [name for name in given if name not in OF_TRANSFER]
 
     def _given(self, section: Section) -> list[str]:
         """The options of a section that are not as they are by default."""
@@ -425,7 +490,7 @@ class MockEngineConfig:
                     f"{deviation} {getattr(self, deviation)} is more than {MAX_STD_DEV:.0%} of {mean}"
                     f" {getattr(self, mean)}"
                 )
-        of_steps, of_requests = self._given(STEP_TIME), self._given(REQUEST_TIME)
+        of_steps, of_requests = self._given(STEP_TIME), self._times_of_requests
         if self.step_interval:
             of_steps.append("step_interval")
         if of_steps and of_requests:
@@ -468,6 +533,8 @@ class MockEngineConfig:
             )
 
 
+OF_TRANSFER = ("kv_cache_transfer_latency", "kv_cache_transfer_latency_std_dev")
+"""Times that pass while a request waits, if it fetches blocks; they go with those of steps too."""
 DEFAULT_BLOCKS = 32_768
 TURNS_ON = (SCHEDULING, STEP_TIME, REQUEST_TIME)
 DEVIATIONS = {

@@ -288,7 +288,7 @@ class Pooler:
         rows = prompt_len if params.task in PER_TOKEN else 1
         if params.task in _LABELLING:
             return rows, self.num_labels
-        return rows, params.dimensions or self.embedding_size
+        return rows, min(params.dimensions or self.embedding_size, self.embedding_size)
 
     def empty(self, params: PoolingParams, prompt_len: int) -> Floats:
         """Room for `fill`."""

@@ -198,7 +198,8 @@ class SchedulerStatsEncoder:
     def encode(self, stats: SchedulerStats) -> bytes:
         """The encoded statistics."""
         cache = stats.prefix_cache_stats
-        if cache.reset or stats.iteration_details or stats.spec_decoding_stats:
+        has_more = stats.iteration_details or stats.spec_decoding_stats
+        if cache.reset or has_more or stats.connector_prefix_cache_stats is not None:
             return encode_stats(stats)
         numbers = (
             stats.num_running_reqs,

@@ -6,8 +6,8 @@ send. In a step every running request gets its next tokens, and each client that
 gets one message. A step in which a request joins, leaves or gets more than tokens is *eventful*; all
 others are copies of the last one with other tokens.
 
-The engine follows vLLM's (``vllm/v1/engine/core.py``), except that nothing kills it: what a real one
-dies of is refused or ignored, and noted in the event log.
+The engine follows vLLM's (``vllm/v1/engine/core.py``), except that nothing kills it unless that is asked
+for: what a real one dies of is refused or ignored, and noted in the event log.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import attrs
 
 from trio_vllm.errors import DecodeError
 from trio_vllm.mock.config import MockEngineConfig
+from trio_vllm.mock.connector import Connector, Fetched
 from trio_vllm.mock.content import TokenSource
+from trio_vllm.mock.deaths import Death, Deaths, Situation, Thread
 from trio_vllm.mock.encoding import (
     COORDINATOR,
     NIL,
@@ -30,6 +32,7 @@ from trio_vllm.mock.encoding import (
 )
 from trio_vllm.mock.events import EventLog, Summary
 from trio_vllm.mock.kv_events import KvCacheEvent
+from trio_vllm.mock.late_interaction import LateQueries
 from trio_vllm.mock.request import Refusal, Request, RequestFactory
 from trio_vllm.mock.simulated import SimulatedScheduler, simulated_scheduler
 from trio_vllm.mock.unlimited import Counts, UnlimitedScheduler
@@ -185,9 +188,11 @@ class Replies:
 
     def refused(self, client_index: int, request_id: str, refusal: Refusal, now: float) -> Outgoing:
         """A request ends with an error."""
-        error = RequestErrorInfo(
-            code=refusal.code, message=refusal.message, retryable=refusal.retryable
-        )
+        error = None
+        if refusal.code is not None:
+            error = RequestErrorInfo(
+                code=refusal.code, message=refusal.message, retryable=refusal.retryable
+            )
         return self.ended(client_index, [request_id], FinishReason.ERROR, now, error)
 
     def utility(self, client_index: int, output: UtilityOutput, now: float) -> Outgoing:
@@ -269,16 +274,23 @@ class MockEngine:
         self.events = EventLog(config.log_requests)
         self.step_count = 0
         """Steps made since the start."""
+        self.death: Death | None = None
+        """What this engine has died of, if it dies like a real one."""
         self._client_count = client_count
         self._has_coordinator = has_coordinator
         source = TokenSource(config.vocab_size)
-        self._factory = RequestFactory(engine_index, config, source)
+        self._connector = connector = Connector.of(config, engine_index)
+        self._factory = RequestFactory(engine_index, config, source, connector)
         self._scheduler: UnlimitedScheduler | SimulatedScheduler = (
-            simulated_scheduler(config, source, fast_path=fast_path)
+            simulated_scheduler(config, source, fast_path=fast_path, connector=connector)
             if config.is_scheduled
-            else UnlimitedScheduler(config, source, client_count, fast_path=fast_path)
+            else UnlimitedScheduler(
+                config, source, client_count, fast_path=fast_path, connector=connector
+            )
         )
         self._control = EngineControl(config)
+        self._queries = LateQueries()
+        self._deaths = self._make_deaths() if config.die_like_an_engine else None
         self._template = MessageTemplate(engine_index, self._control.weight_version)
         self._replies = Replies(engine_index)
         self._sessions: dict[str, Session] = {}
@@ -301,12 +313,16 @@ class MockEngine:
         try:
             message = decode_engine_message(frames)
         except DecodeError as error:
-            return self.refuse_undecodable(error, now)
+            return self.refuse_undecodable(frames, error, now)
         return self.take(message, now)
 
     def take(self, message: EngineMessage, now: float) -> list[Outgoing]:
         """Take a message like `handle` that is decoded."""
+        if self.is_deaf:
+            return []
         self._begin(now)
+        if (death := self._death_of(message)) is not None:
+            return self._die(death)
         match message:
             case EngineCoreRequest():
                 return self._add(message, now)
@@ -318,14 +334,66 @@ class MockEngine:
                 self._start_wave(message)
         return []
 
+    # Dying --------------------------------------------------------------------------------------
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether nothing goes on any more."""
+        return self.death is not None and self.death.thread is Thread.MAIN
+
+    @property
+    def is_deaf(self) -> bool:
+        """Whether no message is taken any more."""
+        return self.death is not None and self.death.thread is not Thread.OUTPUT
+
+    @property
+    def is_mute(self) -> bool:
+        """Whether nothing that it makes can be sent any more."""
+        return self.death is not None and self.death.thread is Thread.OUTPUT
+
+    def _make_deaths(self) -> Deaths:
+        def is_in_flight(request_id: str) -> bool:
+            return self._scheduler.get(request_id) is not None and request_id not in self._sessions
+
+        adapters = self._control.adapters
+        return Deaths(
+            Situation(
+                self.config, self._client_count, is_in_flight, adapters.fault_of, self._queries
+            )
+        )
+
+    def _death_of(self, message: EngineMessage) -> Death | None:
+        if self._deaths is None or self.death is not None:
+            return None
+        if isinstance(message, EngineCoreRequest):
+            return self._deaths.of_request(message, is_refused=self._takes_no(message))
+        return self._deaths.of_call(message) if isinstance(message, UtilityRequest) else None
+
+    def _takes_no(self, wire: EngineCoreRequest) -> bool:
+        """Whether a request is turned away before anything else is done with it."""
+        if self._is_shutting_down:
+            return True
+        is_new = wire.request_id not in self._sessions and not wire.abort_immediately
+        return self._control.pause.refuses and is_new
+
+    def _die(self, death: Death) -> list[Outgoing]:
+        if self.death is None:
+            self.death = death
+            self.events.died(death)
+        return []
+
     def _begin(self, now: float) -> None:
         if not self._has_work:
             self._scheduler.begin(now)
         self._is_steady, self._has_work = False, True
 
-    def refuse_undecodable(self, error: DecodeError, now: float) -> list[Outgoing]:
+    def refuse_undecodable(self, frames: Frames, error: DecodeError, now: float) -> list[Outgoing]:
         """Take a message like `handle` that cannot be decoded."""
+        if self.is_deaf:
+            return []
         self._begin(now)
+        if self._deaths is not None:
+            return self._die(self._deaths.of_bytes(frames, str(error)))
         request_id = error.request_id
         if request_id is None:
             self.events.ignored(str(error))
@@ -353,7 +421,10 @@ class MockEngine:
         """From now on refuse everything; abort what there is, unless it may ``drain``."""
         self._begin(now)
         self._is_shutting_down = True
-        return [] if drain else self._abort_all(now)
+        if drain:
+            return []
+        self._scheduler.release_all()
+        return self._abort_all(now)
 
     # Requests coming ----------------------------------------------------------------------------
 
@@ -368,7 +439,7 @@ class MockEngine:
         if not self._take_in(wire, now, replies):
             return replies
         if wire.lora_request is not None:
-            self._control.use_adapter(wire.lora_request.lora_int_id)
+            self._control.use_adapter(wire.lora_request)
         if self._wave is not None:
             is_paused = self._control.pause.is_paused
             wave = self._wave.request_came(wire.current_wave, paused=is_paused)
@@ -419,7 +490,7 @@ class MockEngine:
     def _start(
         self, wire: EngineCoreRequest, emitted: int, now: float, replies: list[Outgoing]
     ) -> bool:
-        request = self._factory.make(wire, emitted)
+        request = self._make(wire, emitted)
         if isinstance(request, Refusal):
             self._sessions.pop(wire.request_id, None)
             self._refuse(wire, request, now, replies)
@@ -427,6 +498,7 @@ class MockEngine:
         client_index, request_id = request.client_index, request.request_id
         self.events.started(request, self.config.output_token_chunk_size, now)
         if wire.abort_immediately:
+            self._leave_blocks(request)
             self._account_for(request, FinishReason.ABORT)
             self._finish_silently(client_index, request_id)
         elif request.end == emitted and not request.is_pooling:
@@ -436,6 +508,25 @@ class MockEngine:
         else:
             self._scheduler.add(request, now)
         return True
+
+    def _leave_blocks(self, request: Request) -> None:
+        """Let another engine know that what it keeps for a request is not needed."""
+        transfer = request.transfer
+        if self._connector is not None and transfer is not None and transfer.fetches:
+            self._connector.note_fetched(transfer)
+
+    def _make(self, wire: EngineCoreRequest, emitted: int) -> Request | Refusal:
+        request = self._factory.make(wire, emitted)
+        if isinstance(request, Refusal):
+            return request
+        fault = self._queries.fault_of(wire)
+        if fault is None and wire.lora_request is not None:
+            fault = self._control.adapters.fault_of(wire.lora_request)
+        if fault is not None:
+            return Refusal(fault)
+        if request.is_pooling and not wire.abort_immediately:
+            request.query = self._queries.take(wire, request.key, request.prompt_len)
+        return request
 
     # Requests going -----------------------------------------------------------------------------
 
@@ -503,7 +594,8 @@ class MockEngine:
         if self._is_shutting_down:
             output = self._control.refuse(request, "Server shutting down")
             return [self._replies.utility(request.client_index, output, now)]
-        outcome = self._control.call(request, self.counts)
+        holds_blocks = self._scheduler.holds_blocks
+        outcome = self._control.call(request, self.counts, holds_blocks=holds_blocks)
         replies: list[Outgoing] = []
         self._scheduler.paused = self._control.pause.state.value
         match outcome.action:
@@ -551,9 +643,18 @@ class MockEngine:
         """KV-cache events of each step since this was last called, if they are to be published."""
         return self._scheduler.pop_kv_events()
 
+    def pop_fetched(self) -> list[Fetched]:
+        """Which blocks of other engines were fetched since this was last called."""
+        return [] if self._connector is None else self._connector.pop_fetched()
+
+    def release(self, request_id: str, now: float) -> None:
+        """Another engine has fetched the blocks that were kept of a request."""
+        self._begin(now)
+        self._scheduler.release(request_id)
+
     def next_step_time(self, now: float) -> float | None:
         """When the next step is due, which may be before ``now``; None until a message comes."""
-        return self._scheduler.due(now) if self._has_work else None
+        return self._scheduler.due(now) if self._has_work and not self.is_dead else None
 
     def hold_clients(self, held: frozenset[int], now: float) -> None:
         """Make no output for these clients, or for `COORDINATOR`, until the next call.
@@ -657,8 +758,9 @@ class MockEngine:
 
     def start_wave(self, notice: StartDpWave, now: float) -> None:
         """The coordinator starts a wave; engines of a dense model have none."""
-        self._begin(now)
-        self._start_wave(notice)
+        if not self.is_deaf:
+            self._begin(now)
+            self._start_wave(notice)
 
     def _start_wave(self, notice: StartDpWave) -> None:
         if self._wave is None:

@@ -7,6 +7,7 @@ from collections import Counter
 
 import attrs
 
+from trio_vllm.mock.deaths import Death
 from trio_vllm.mock.request import Request
 from trio_vllm.protocol import FinishReason
 
@@ -56,7 +57,16 @@ class PaceLost:
     """How far behind it fell since the last entry of this kind."""
 
 
-LogEntry = RequestStarted | RequestFinished | RequestRefused | MessageIgnored | PaceLost
+@attrs.frozen
+class EngineDied:
+    """The engine goes on without one of its threads, or not at all."""
+
+    death: Death
+
+
+LogEntry = (
+    RequestStarted | RequestFinished | RequestRefused | MessageIgnored | PaceLost | EngineDied
+)
 
 PACE_INTERVAL = 10.0
 """Seconds between two entries about a lost pace."""
@@ -161,6 +171,11 @@ class EventLog:
         """A message led to nothing."""
         self.summary.errors += 1
         self._entries.append(MessageIgnored(reason))
+
+    def died(self, death: Death) -> None:
+        """A message was the end of a thread."""
+        self.summary.errors += 1
+        self._entries.append(EngineDied(death))
 
     def lost_time(self, seconds: float, now: float) -> None:
         """Steps came too late, by so much."""

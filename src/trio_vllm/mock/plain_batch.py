@@ -9,12 +9,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 import attrs
+import numpy as np
 
 from trio_vllm.mock.config import MockEngineConfig
-from trio_vllm.mock.content import PER_TOKEN, LogprobModel, Pooler, TokenSource
+from trio_vllm.mock.content import PER_TOKEN, Floats, LogprobModel, Pooler, TokenSource
 from trio_vllm.mock.encoding import MessageBuilder
 from trio_vllm.mock.request import Extras, Request
-from trio_vllm.protocol import EngineCoreEvent, EngineCoreOutput, FinishReason, PrefillStats, Tensor
+from trio_vllm.protocol import (
+    EngineCoreEvent,
+    EngineCoreOutput,
+    FinishReason,
+    PoolingParams,
+    PrefillStats,
+    Tensor,
+)
 
 _NO_EXTRAS = Extras()
 
@@ -105,11 +113,25 @@ class RowMaker:
         member.emitted += count
         if member.emitted == request.end:
             output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
+            if request.transfer is not None:
+                output.kv_transfer_params = request.transfer.answer
+
+    def _pooled(self, request: Request, params: PoolingParams, vectors: Floats) -> Floats:
+        """What is answered of the vectors of a prompt: all, the only one, or what they come to."""
+        if request.query is not None:
+            return request.query.score(vectors, self._pooler, params)
+        if params.late_interaction_params is not None:
+            return np.zeros((), np.float32)  # a query is kept, not told
+        return vectors if params.task in PER_TOKEN else vectors[0]
 
     def _prefill(self, request: Request, extras: Extras, output: EngineCoreOutput) -> Iterator[int]:
         """Put into an output what is told of the prompt, in slices."""
         count, prompt, key = request.prompt_len, extras.prompt_token_ids, request.key
         output.prefill_stats = PrefillStats(num_prompt_tokens=count, num_computed_tokens=count)
+        if request.was_fetched:
+            output.prefill_stats = PrefillStats(
+                num_prompt_tokens=count, num_cached_tokens=count, num_external_cached_tokens=count
+            )
         if extras.prompt_logprobs is not None:
             made = self._logprobs.empty_prompt(prompt, extras.prompt_logprobs)
             for rows in _slices(*made.token_ids.shape):
@@ -129,7 +151,7 @@ class RowMaker:
                 self._pooler.fill(vectors, key, extras.pooling, rows)
                 yield (rows.stop - rows.start) * vectors.shape[1]
             output.pooling_output = Tensor.from_numpy(
-                vectors if extras.pooling.task in PER_TOKEN else vectors[0]
+                self._pooled(request, extras.pooling, vectors)
             )
         request.is_prefilled = True
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from typing import ClassVar
 
 import attrs
 import numpy as np
 
 from trio_vllm.mock.block_hashes import PLAIN, CacheScope, MultiModalSpan
 from trio_vllm.mock.config import MockEngineConfig
+from trio_vllm.mock.connector import Connector, KvTransfer, transfer_params
 from trio_vllm.mock.content import Pooler, TokenSource, request_key
+from trio_vllm.mock.deaths import fails_in_preprocessing, generates
 from trio_vllm.mock.kv_cache import BlockTable
+from trio_vllm.mock.late_interaction import LateQuery
 from trio_vllm.mock.scheduled_request import ScheduledRequest
 from trio_vllm.protocol import (
+    POOLING_TASKS,
     Array,
     EngineCoreRequest,
     EngineCoreSamplingParams,
@@ -62,6 +67,12 @@ class Request:
     """What vLLM's scheduler knows of it, if there is one."""
     is_prefilled_elsewhere: bool = False
     """Whether its ``kv_transfer_params`` say so."""
+    transfer: KvTransfer | None = None
+    """Its part in prefill/decode disaggregation."""
+    query: LateQuery | None = None
+    """What a document is scored by, in late interaction."""
+    was_fetched: bool = False
+    """Whether its prompt came from another engine, where there is no schedule."""
 
     emitted: int = 0
     """Tokens that it had got when it last left a batch, or joins its first one."""
@@ -92,7 +103,9 @@ class Refusal:
     """Why a request gets an error output instead of tokens."""
 
     message: str
-    code: str = "validation_error"
+    CODE: ClassVar = "validation_error"
+    code: str | None = CODE
+    """None where an engine does not say why; the log does."""
     retryable: bool = False
 
 
@@ -114,6 +127,7 @@ class RequestFactory:
     _engine_index: int
     _config: MockEngineConfig
     _source: TokenSource
+    _connector: Connector | None = None
     _is_scheduled: bool = attrs.field(
         default=attrs.Factory(lambda self: self._config.is_scheduled, takes_self=True), init=False
     )
@@ -121,14 +135,27 @@ class RequestFactory:
     def make(self, wire: EngineCoreRequest, emitted: int) -> Request | Refusal:
         """Make a request; its first token will be that of position ``emitted``.
 
-        Where a real engine would die (no prompt, or one too long) this gives a refusal.
+        Where a real engine would die (no prompt, or one too long) this gives a refusal, in that
+        engine's words if it has any.
         """
         prompt_len = _prompt_len(wire)
         fault = self._fault(wire, prompt_len)
         if fault is not None:
-            return Refusal(fault)
+            code = None if fails_in_preprocessing(wire) else Refusal.CODE
+            return Refusal(fault, code)
+        transfer = None if self._connector is None else self._connector.transfer_of(wire)
+        if transfer is not None and self._connector is not None:
+            fault = self._connector.fault_of(transfer)
+            if fault is not None:
+                return Refusal(fault)
         key = request_key(self._config.seed, self._engine_index, wire.request_id)
         end = self._end(key, emitted, prompt_len, wire.sampling_params)
+        extras = _extras(wire, emitted, self._config.vocab_size)
+        if transfer is not None and extras is None and (transfer.sends or not self._is_scheduled):
+            extras = Extras()  # its rows have more than tokens
+        scheduled = _scheduled(wire, prompt_len) if self._is_scheduled else None
+        if scheduled is not None:
+            scheduled.transfer = transfer
         return Request(
             request_id=wire.request_id,
             client_index=wire.client_index,
@@ -138,9 +165,10 @@ class RequestFactory:
             finish_reason=end.reason,
             stop_reason=end.stop_reason,
             emitted=emitted,
-            extras=_extras(wire, emitted, self._config.vocab_size),
-            scheduled=_scheduled(wire, prompt_len) if self._is_scheduled else None,
-            is_prefilled_elsewhere=_is_prefilled_elsewhere(wire),
+            extras=extras,
+            scheduled=scheduled,
+            is_prefilled_elsewhere=bool(transfer_params(wire).get("do_remote_prefill")),
+            transfer=transfer,
         )
 
     def _fault(self, wire: EngineCoreRequest, prompt_len: int) -> str | None:
@@ -154,12 +182,18 @@ class RequestFactory:
             )
         if wire.lora_request is not None and not config.max_loras:
             return "LoRA is not enabled. Use --enable-lora to enable LoRA."
-        if params is not None:
+        if params is not None and wire.pooling_params is None:
+            if not generates(config.supported_tasks):
+                return f"the model does not generate, its tasks are {[*config.supported_tasks]}"
             if params.max_tokens is None:
                 return "max_tokens must be set"
             return self._logprobs_fault(params, prompt_len)
         if wire.pooling_params is None:
             return "the request has neither sampling nor pooling parameters"
+        supported = [task for task in config.supported_tasks if task in POOLING_TASKS]
+        if wire.pooling_params.task not in supported:
+            task = wire.pooling_params.task
+            return f"Unsupported task: {task!r} Supported tasks: {supported}"
         rows, size = Pooler(config.embedding_size, config.num_labels).shape(
             wire.pooling_params, prompt_len
         )
@@ -261,14 +295,6 @@ def _scheduled(wire: EngineCoreRequest, prompt_len: int) -> ScheduledRequest:
         priority=wire.priority,
         arrival_time=wire.arrival_time,
     )
-
-
-def _is_prefilled_elsewhere(wire: EngineCoreRequest) -> bool:
-    params = wire.sampling_params
-    if params is None or not params.extra_args:
-        return False
-    given = params.extra_args.get("kv_transfer_params")
-    return isinstance(given, Mapping) and bool(given.get("do_remote_prefill"))
 
 
 def _multimodal(wire: EngineCoreRequest) -> tuple[MultiModalSpan, ...]:

@@ -5,6 +5,8 @@ its own, which makes steps, and sends. While steps are due it does not yield aft
 cost more than the step, but when its slice of time is over. While none is due it sleeps, and a task
 that brings input takes a turn in its place: to wake it first would take longer than most answers.
 
+An engine that dies as real ones do takes its connections with it: see ``deaths.py``.
+
 A client that does not take its messages is *late*. Its requests stand still until it has caught up,
 those of the other clients go on.
 """
@@ -20,7 +22,7 @@ import attrs
 import trio
 
 from trio_vllm.concurrency import Waker
-from trio_vllm.errors import DecodeError
+from trio_vllm.errors import DecodeError, EngineDeadError
 from trio_vllm.mock.encoding import COORDINATOR, Outgoing
 from trio_vllm.mock.engine import MockEngine
 from trio_vllm.protocol import (
@@ -117,6 +119,7 @@ class EngineRunner:
         self._has_arrivals = False
         self._handling_count = 0  # input tasks with messages in hand
         self._is_ending = False
+        self._is_hung_up = False  # connections are closed, of a thread that has died
 
     @property
     def late_clients(self) -> frozenset[int]:
@@ -144,7 +147,10 @@ class EngineRunner:
         sender: ClientSender,
     ) -> None:
         while True:
-            batch = await receiver.receive_batch(INPUT_LIMIT)
+            try:
+                batch = await receiver.receive_batch(INPUT_LIMIT)
+            except trio.ClosedResourceError:  # the engine has become deaf
+                return
             end = self._clock() + self._limits.slice_seconds
             self._has_arrivals = True
             self._handling_count += 1
@@ -156,7 +162,7 @@ class EngineRunner:
             self._handling_count -= 1
             if self._waker.is_waiting:
                 self._work()
-                if self._is_over or self._next_step_time() is not None:
+                if self._is_over or self.engine.is_dead or self._next_step_time() is not None:
                     self._waker.wake()
             while len(sender.late) > self._limits.late_messages:
                 await sender.room.wait()
@@ -173,11 +179,27 @@ class EngineRunner:
         try:
             message = yield from decode_engine_message_in_pieces(frames)
         except DecodeError as error:
-            messages = self.engine.refuse_undecodable(error, self._clock())
+            messages = self.engine.refuse_undecodable(frames, error, self._clock())
         else:
             messages = self.engine.take(message, self._clock())
         if messages:
             self.post(messages)
+        if self.engine.death is not None:
+            self._note_death()
+
+    def _note_death(self) -> None:
+        """Close the connections of the thread that has died."""
+        if self.engine.is_dead or self._is_hung_up:
+            return
+        self._is_hung_up = True
+        if self.engine.is_mute:
+            for sender in self._senders.values():
+                sender.late.clear()
+                sender.room.wake()
+            self._hold(frozenset())
+            self._channels.close_outputs()
+        else:
+            self._channels.close_inputs()
 
     def _handle_broadcast(self, frames: Frames) -> Iterator[None]:
         yield
@@ -189,6 +211,11 @@ class EngineRunner:
             if notice is not None:
                 self.engine.start_wave(notice, self._clock())
 
+    def release(self, request_id: str) -> None:
+        """Another engine has fetched the blocks that this one keeps of a request."""
+        self.engine.release(request_id, self._clock())
+        self._waker.wake()
+
     def shut_down(self, *, drain: bool) -> None:
         """Let `run` return once nothing is unfinished; abort what there is, unless ``drain``."""
         self._is_ending = True
@@ -199,6 +226,8 @@ class EngineRunner:
 
     def post(self, messages: Sequence[Outgoing]) -> None:
         """Send messages, or keep them until they can be sent."""
+        if self.engine.is_mute:
+            return
         for to, frames in messages:
             sender = self._senders[to]
             if not sender.late:
@@ -221,7 +250,10 @@ class EngineRunner:
         while True:
             await sender.waker.wait()
             while sender.late:
-                await sender.channel.send(sender.late[0])
+                try:
+                    await sender.channel.send(sender.late[0])
+                except trio.ClosedResourceError:  # the engine has become mute
+                    return
                 sender.late.popleft()
                 if len(sender.late) <= self._limits.late_messages:
                     sender.room.wake()
@@ -239,10 +271,16 @@ class EngineRunner:
     # Work ---------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Make steps, and wait while none is due, until a shutdown is complete."""
+        """Make steps, and wait while none is due, until a shutdown is complete.
+
+        Raises:
+          EngineDeadError: The engine has died as a real one does.
+        """
         await trio.lowlevel.checkpoint()
         while True:
             self._work()
+            if self.engine.is_dead:
+                raise EngineDeadError(self.engine.engine_index, str(self.engine.death))
             if self._is_over:
                 return
             now = self._clock()

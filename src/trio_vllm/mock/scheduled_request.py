@@ -6,6 +6,7 @@ import enum
 
 import attrs
 
+from trio_vllm.mock.connector import KvTransfer
 from trio_vllm.mock.kv_cache import BlockTable
 from trio_vllm.protocol import EngineCoreEvent, EventType, PrefillStats
 
@@ -14,6 +15,8 @@ class RequestStatus(enum.Enum):
     """Where a request is."""
 
     WAITING = enum.auto()
+    WAITING_FOR_REMOTE_KVS = enum.auto()
+    """It has blocks, which are being filled from another engine."""
     RUNNING = enum.auto()
     PREEMPTED = enum.auto()
     """Back in the queue; all of it is to be computed again, but for what the cache still has."""
@@ -39,6 +42,12 @@ class ScheduledRequest:
     arrival_time: float = 0.0
     blocked: bool = False
     """Not ready to be scheduled, for example while its grammar is compiled."""
+    transfer: KvTransfer | None = None
+    """Its part in prefill/decode disaggregation."""
+    transfer_time: float = 0.0
+    """Seconds that fetching its blocks takes."""
+    was_fetched: bool = attrs.field(default=False, init=False)
+    """Whether its prompt was not computed here."""
     status: RequestStatus = attrs.field(default=RequestStatus.WAITING, init=False)
     num_tokens: int = attrs.field(
         default=attrs.Factory(lambda self: self.num_prompt_tokens, takes_self=True), init=False
@@ -73,13 +82,20 @@ class ScheduledRequest:
         """Note what happened, for the next row."""
         self.events.append(EngineCoreEvent(event, now))
 
-    def begin_prefill(self, num_cached_tokens: int) -> None:
-        """Note how much of the prompt the cache had; a repetition after preemption does not count."""
+    def begin_prefill(self, num_local: int, num_external: int = 0) -> None:
+        """Note how much of the prompt the cache had; a repetition after preemption does not count.
+
+        Args:
+          num_local: Tokens that were in the prefix cache.
+          num_external: Tokens that are fetched from another engine.
+        """
         stats = self.prefill_stats
         if stats is not None and not self.num_preemptions:
             stats.num_prompt_tokens = self.num_prompt_tokens
-            stats.num_computed_tokens = self.num_prompt_tokens - num_cached_tokens
-            stats.num_cached_tokens = stats.num_local_cached_tokens = num_cached_tokens
+            stats.num_cached_tokens = num_local + num_external
+            stats.num_computed_tokens = self.num_prompt_tokens - stats.num_cached_tokens
+            stats.num_local_cached_tokens = num_local
+            stats.num_external_cached_tokens = num_external
 
     def take_events(self) -> list[EngineCoreEvent]:
         """The events that were not reported yet."""

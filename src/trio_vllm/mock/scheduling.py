@@ -8,8 +8,11 @@ the budget, or than the threshold for long prompts, is computed in chunks.
 With speculative decoding a request computes its draft tokens together with the newest one. What
 the model would not have sampled is taken back in `Scheduler.update`.
 
+With a `Connector` a request may find its prompt computed by another engine. It gets blocks for all of it,
+holds them while they are fetched, and then runs like one that found all but the last token cached.
+
 Source: ``vllm/v1/core/sched/scheduler.py`` of 0.32.0 and 0.33.0, without asynchronous scheduling, encoder
-inputs, KV connectors, and drafters that have a KV cache.
+inputs, KV connectors other than NIXL's, and drafters that have a KV cache.
 """
 
 from __future__ import annotations
@@ -21,8 +24,16 @@ from typing import Literal
 
 import attrs
 
+from trio_vllm.mock.connector import (
+    COMPLETED_WAITING,
+    IN_PROGRESS,
+    STAGES,
+    WAITING_TO_START,
+    Connector,
+    KvTransfer,
+)
 from trio_vllm.mock.decode_group import DecodeGroup
-from trio_vllm.mock.kv_cache import KvCache
+from trio_vllm.mock.kv_cache import BlockTable, KvCache
 from trio_vllm.mock.request_queue import FcfsQueue, PriorityQueue
 from trio_vllm.mock.scheduled_request import RequestStatus, ScheduledRequest
 from trio_vllm.protocol import (
@@ -30,6 +41,7 @@ from trio_vllm.protocol import (
     EventType,
     IterationDetails,
     PrefillStats,
+    PrefixCacheStats,
     SchedulerStats,
     SpecDecodingStats,
 )
@@ -140,6 +152,136 @@ class Step:
         self.drafts.pop(request, None)
 
 
+Queue = FcfsQueue[ScheduledRequest] | PriorityQueue[ScheduledRequest]
+
+
+def _holds_blocks(request: ScheduledRequest) -> bool:
+    """Whether a waiting request has its blocks already."""
+    return request.num_computed_tokens > 0
+
+
+@attrs.frozen
+class Loan:
+    """Blocks of a request that is over, kept for another engine."""
+
+    table: BlockTable
+    end: float
+
+
+@attrs.define
+class RemoteBlocks:
+    """What a scheduler fetches from other engines, and keeps for them."""
+
+    connector: Connector
+    _cache: KvCache
+    loans: dict[str, Loan] = attrs.field(factory=dict, init=False)
+    _transfers: dict[ScheduledRequest, float] = attrs.field(factory=dict, init=False)
+    """When each that is under way will be over."""
+    _stages: dict[ScheduledRequest, str] = attrs.field(factory=dict, init=False)
+    _statistics: PrefixCacheStats = attrs.field(factory=PrefixCacheStats, init=False)
+
+    def request_came(self, request: ScheduledRequest) -> None:
+        """A request was added."""
+        if request.transfer is not None and request.transfer.fetches:
+            self._stages[request] = WAITING_TO_START
+
+    def request_left(self, request: ScheduledRequest) -> None:
+        """A request runs."""
+        self._stages.pop(request, None)
+
+    def request_ended(self, request: ScheduledRequest) -> None:
+        """A request is over; blocks that it would have fetched are not needed."""
+        self._stages.pop(request, None)
+        self._transfers.pop(request, None)
+        if request.transfer is not None and request.transfer.fetches:
+            self.connector.note_fetched(request.transfer)
+
+    def count_external(self, request: ScheduledRequest, num_local: int) -> int:
+        """How many tokens a request is to fetch if it has so many here."""
+        transfer = request.transfer
+        if transfer is None or not transfer.fetches:
+            return 0
+        if request.table.skip_reading_prefix_cache:
+            return 0
+        return request.num_prompt_tokens - num_local
+
+    def fetch(self, request: ScheduledRequest, now: float) -> None:
+        """Begin a transfer."""
+        self._transfers[request] = now + request.transfer_time
+        self._stages[request] = IN_PROGRESS
+        request.was_fetched = True
+
+    def has_received(self, request: ScheduledRequest) -> bool:
+        """Whether the transfer for a request is over."""
+        return request not in self._transfers
+
+    def lend(self, request: ScheduledRequest, now: float) -> None:
+        """Keep the blocks of a request that has finished, if another engine is to fetch them."""
+        transfer, connector = request.transfer, self.connector
+        if transfer is None or not transfer.sends:
+            return
+        num_tokens = request.num_computed_tokens
+        blocks = request.table.blocks[: self._cache.blocks_for(num_tokens)]
+        transfer.answer = connector.describe(request.request_id, blocks, num_tokens)
+        self.loans[request.request_id] = Loan(request.table, now + connector.lease)
+
+    def release(self, request_id: str) -> bool:
+        """End a loan; whether there was one."""
+        loan = self.loans.pop(request_id, None)
+        if loan is not None:
+            self._cache.free(loan.table)
+        return loan is not None
+
+    def advance(self, now: float) -> None:
+        """End the transfers and the loans whose time is over."""
+        for request in [one for one, end in self._transfers.items() if end <= now]:
+            del self._transfers[request]
+            self._stages[request] = COMPLETED_WAITING
+            self.connector.note_fetched(_transfer_of(request))
+        for request_id in [one for one, loan in self.loans.items() if loan.end <= now]:
+            self.release(request_id)
+
+    @property
+    def next_timer(self) -> float:
+        """When the first of them will be over."""
+        ends = [*self._transfers.values(), *(loan.end for loan in self.loans.values())]
+        return min(ends, default=math.inf)
+
+    def record_query(self, request: ScheduledRequest, num_local: int, num_external: int) -> None:
+        """Count that a request was scheduled: what it did not have here could have come from there."""
+        transfer = request.transfer
+        if transfer is not None and transfer.fetches and not num_external:
+            self.connector.note_fetched(transfer)  # all of it is here
+        statistics, queries = self._statistics, request.num_tokens - num_local
+        if not queries:
+            return
+        if request.num_preemptions:
+            statistics.preempted_requests += 1
+            statistics.preempted_queries += queries
+            statistics.preempted_hits += num_external
+        else:
+            statistics.requests += 1
+            statistics.queries += queries
+            statistics.hits += num_external
+
+    def take_statistics(self) -> PrefixCacheStats:
+        """What happened since this was last called."""
+        statistics, self._statistics = self._statistics, PrefixCacheStats()
+        return statistics
+
+    def count_stages(self) -> dict[str, int]:
+        """How many requests are in each stage of a transfer."""
+        counts = dict.fromkeys(STAGES, 0)
+        for stage in self._stages.values():
+            counts[stage] += 1
+        return counts
+
+
+def _transfer_of(request: ScheduledRequest) -> KvTransfer:
+    assert request.transfer is not None
+    return request.transfer
+
+
 class Scheduler:
     """The unfinished requests of one engine, its KV cache, and who is next.
 
@@ -150,14 +292,23 @@ class Scheduler:
     Args:
       fast_path: Whether requests that all decode go through a `DecodeGroup`. It changes the time that
         a step takes and nothing else.
+      connector: To other engines, in prefill/decode disaggregation.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: KvCache, *, fast_path: bool = True) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: KvCache,
+        *,
+        fast_path: bool = True,
+        connector: Connector | None = None,
+    ) -> None:
         self._config = config
         self._cache = cache
-        self._waiting: FcfsQueue[ScheduledRequest] | PriorityQueue[ScheduledRequest] = (
-            PriorityQueue() if config.scheduling_policy == "priority" else FcfsQueue()
-        )
+        self._waiting = self._new_queue()
+        self._holding = self._new_queue()  # requests that wait and hold blocks; they go first
+        self._remote = None if connector is None else RemoteBlocks(connector, cache)
+        self._is_stalled = False  # the last step has found nothing to do
         self._running: list[ScheduledRequest] = []
         self._requests: dict[str, ScheduledRequest] = {}
         self._skipped: set[ScheduledRequest] = set()
@@ -170,6 +321,9 @@ class Scheduler:
         self.paused: Literal["no", "new", "all"] = "no"
         """Whether waiting requests are held back (``new``), or running ones as well (``all``)."""
 
+    def _new_queue(self) -> Queue:
+        return PriorityQueue() if self._config.scheduling_policy == "priority" else FcfsQueue()
+
     @property
     def num_running(self) -> int:
         """Requests that were admitted."""
@@ -177,8 +331,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
-        return len(self._waiting)
+        """Requests in the queues."""
+        return len(self._waiting) + len(self._holding)
 
     @property
     def has_work(self) -> bool:
@@ -187,14 +341,40 @@ class Scheduler:
         The engine makes one more step, without tokens, after requests are finished: in it the workers
         drop what they know of them.
         """
-        return self._farewell or self.num_unfinished > 0
+        return self._farewell or self.num_unfinished > 0 or self.lends_blocks
+
+    @property
+    def lends_blocks(self) -> bool:
+        """Whether blocks of requests that are over are kept for other engines."""
+        return self._remote is not None and bool(self._remote.loans)
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether blocks are in use which no preemption would free."""
+        return self.lends_blocks or len(self._holding) > 0
+
+    def due(self, now: float) -> float:
+        """When there is something to do: now, or at the end of a transfer or of a loan."""
+        if not self._is_stalled or self._remote is None or self._farewell:
+            return now
+        timer = self.next_timer
+        return now if timer == math.inf else max(now, timer)
+
+    @property
+    def next_timer(self) -> float:
+        """The end of the first transfer or loan."""
+        return math.inf if self._remote is None else self._remote.next_timer
+
+    def wake(self) -> None:
+        """Something has changed: perhaps a step would find something to do."""
+        self._is_stalled = False
 
     @property
     def num_unfinished(self) -> int:
         """Requests that can go on."""
         if self.paused == "all":
             return 0
-        return self.num_running + (self.num_waiting if self.paused == "no" else 0)
+        return self.num_running + (self.num_waiting if self.paused == "no" else len(self._holding))
 
     def get(self, request_id: str) -> ScheduledRequest | None:
         """The unfinished request of this id."""
@@ -207,6 +387,9 @@ class Scheduler:
         self._waiting.add(request)
         if request.blocked:
             self._skipped.add(request)
+        if self._remote is not None:
+            self._remote.request_came(request)
+        self.wake()
 
     def abort(self, request_ids: Iterable[str]) -> list[ScheduledRequest]:
         """Finish requests from outside of a step; unknown ids are ignored.
@@ -219,7 +402,20 @@ class Scheduler:
         self._leave_queues(requests)
         for request in requests:
             self._free(request)
+        self.wake()
         return requests
+
+    def release(self, request_id: str) -> None:
+        """Another engine has fetched the blocks of a request, or will not; an unknown id is ignored."""
+        if self._remote is not None and self._remote.release(request_id):
+            self._farewell = True
+            self.wake()
+
+    def release_all(self) -> None:
+        """Keep blocks for nobody."""
+        if self._remote is not None:
+            for request_id in list(self._remote.loans):
+                self._remote.release(request_id)
 
     def abort_all(self) -> list[ScheduledRequest]:
         """Finish all requests, in the order in which they were added."""
@@ -245,15 +441,18 @@ class Scheduler:
     def schedule(self, now: float) -> Step:
         """Begin a step: decide who computes what, allocate blocks, preempt and admit."""
         step = self._new_step(now)
+        if self._remote is not None:
+            self._remote.advance(now)
         if self._decodes_steadily(step):
             self._schedule_group(step)
         else:
             self._group.dissolve()
             self._schedule_running(step)
-        if not step.preempted and self.paused == "no":
+        if not step.preempted and self.paused != "all":
             self._schedule_waiting(step)
         self._advance(step)
         self._farewell = False
+        self._is_stalled = not (self._running or step.num_tokens)
         return step
 
     def update(
@@ -280,7 +479,7 @@ class Scheduler:
                 if request.events:
                     extras[request] = self._take_extras(request)
         if finished:
-            self._finish(finished)
+            self._finish(finished, step)
         self._regroup(step)
         return extras
 
@@ -292,12 +491,15 @@ class Scheduler:
     def make_stats(self, step: Step | None = None) -> SchedulerStats:
         """The state of the scheduler, and what happened since this was last called."""
         num_skipped = len(self._skipped)
+        remote = self._remote
         return SchedulerStats(
             num_running_reqs=self.num_running,
             num_waiting_reqs=self.num_waiting - num_skipped,
             num_skipped_waiting_reqs=num_skipped,
+            num_kv_fetch_reqs_by_stage={} if remote is None else remote.count_stages(),
             kv_cache_usage=self._cache.usage,
             prefix_cache_stats=self._cache.take_statistics(),
+            connector_prefix_cache_stats=None if remote is None else remote.take_statistics(),
             spec_decoding_stats=None if step is None else step.spec_decoding_stats,
             iteration_details=step.details if step is not None and step.num_tokens else None,
         )
@@ -417,21 +619,97 @@ class Scheduler:
         return True
 
     def _schedule_waiting(self, step: Step) -> None:
-        """Admit waiting requests while there is room."""
+        """Admit waiting requests while there is room: those that hold blocks, then the others."""
         skipped: list[ScheduledRequest] = []
         loras = self._scheduled_loras(step)
-        while step.budget > 0 and self._waiting and self.num_running < self._config.max_running:
-            request = self._waiting.peek()
-            if request.blocked or self._exceeds_loras(request, loras):
-                self._waiting.pop()
-                self._skipped.add(request)
-                skipped.append(request)
+        while step.budget > 0 and self.num_running < self._config.max_running:
+            queue = self._next_queue()
+            if queue is None:
+                break
+            request = queue.peek()
+            if self._is_blocked(request) or self._exceeds_loras(request, loras):
+                self._skip(request, queue, skipped)
+            elif num_external := self._count_external(request):
+                if not self._park(request, num_external, step):
+                    break
+                self._skip(request, queue, skipped)
             elif self._admit(request, step):
+                self._seat(request, queue, step)
                 if request.table.lora_id is not None:
                     loras.add(request.table.lora_id)
             else:
                 break
-        self._waiting.put_back(skipped)
+        self._waiting.put_back([one for one in skipped if not _holds_blocks(one)])
+        self._holding.put_back([one for one in skipped if _holds_blocks(one)])
+
+    def _next_queue(self) -> Queue | None:
+        """The queue whose first request is next."""
+        if self._holding:
+            return self._holding
+        return self._waiting if self._waiting and self.paused == "no" else None
+
+    def _skip(
+        self, request: ScheduledRequest, queue: Queue, skipped: list[ScheduledRequest]
+    ) -> None:
+        queue.pop()
+        self._skipped.add(request)
+        skipped.append(request)
+
+    def _is_blocked(self, request: ScheduledRequest) -> bool:
+        """Whether a request waits for something; blocks that have come are its own from here on."""
+        if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return request.blocked
+        assert self._remote is not None
+        if not self._remote.has_received(request):
+            return True
+        self._cache.cache_full_blocks(request.table, request.num_computed_tokens)
+        if request.num_computed_tokens == request.num_tokens:
+            request.num_computed_tokens -= 1  # its logits are needed
+        is_new = not request.num_preemptions
+        request.status = RequestStatus.WAITING if is_new else RequestStatus.PREEMPTED
+        return False
+
+    def _count_external(self, request: ScheduledRequest) -> int:
+        """How many tokens of a request's prompt are to be fetched from another engine."""
+        if self._remote is None or _holds_blocks(request):
+            return 0
+        cached = self._cache.find_cached(request.table, request.num_tokens)
+        return self._remote.count_external(request, len(cached) * self._cache.block_size)
+
+    def _park(self, request: ScheduledRequest, num_external: int, step: Step) -> bool:
+        """Give a request blocks for its whole prompt, to be filled by a transfer, if they are there."""
+        cache, table = self._cache, request.table
+        assert self._remote is not None
+        cached = cache.find_cached(table, request.num_tokens)
+        num_local = len(cached) * cache.block_size
+        end = num_local + num_external
+        if not self._fits(request, cached, end, reserved=self._reserved_blocks(step)):
+            return False
+        self._observe_query(request, num_local, num_external)
+        cache.adopt(table, cached)
+        cache.extend(table, end)
+        request.num_computed_tokens = end
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        self._remote.fetch(request, step.now)
+        return True
+
+    def _reserved_blocks(self, step: Step) -> int:
+        """Blocks that prompts need which are computed in part."""
+        cache = self._cache
+        unfinished = (one for one in self._running if one.num_tokens == one.num_prompt_tokens)
+        needed = (cache.blocks_for(one.num_tokens) - len(one.table.blocks) for one in unfinished)
+        return sum(max(0, count) for count in needed)
+
+    def _observe_query(
+        self, request: ScheduledRequest, num_local: int, num_external: int = 0
+    ) -> None:
+        """Count what a request has found: in the cache, and at another engine."""
+        request.begin_prefill(num_local, num_external)
+        preempted = request.num_preemptions > 0
+        if self._cache.reads_cache(request.table):
+            self._cache.record_query(request.num_tokens, num_local, preempted=preempted)
+        if self._remote is not None:
+            self._remote.record_query(request, num_local, num_external)
 
     def _scheduled_loras(self, step: Step) -> set[int]:
         """The adapters in use."""
@@ -448,8 +726,9 @@ class Scheduler:
     def _admit(self, request: ScheduledRequest, step: Step) -> bool:
         """Let the first waiting request run, unless it does not fit."""
         cache, table = self._cache, request.table
-        cached = cache.find_cached(table, request.num_tokens)
-        num_computed_tokens = len(cached) * cache.block_size
+        was_held = _holds_blocks(request)
+        cached = [] if was_held else cache.find_cached(table, request.num_tokens)
+        num_computed_tokens = request.num_computed_tokens or len(cached) * cache.block_size
         left = request.num_tokens - num_computed_tokens
         padding = self._padding(request, num_computed_tokens, step) if left == 1 else 0
         if left + padding > step.budget and padding:
@@ -460,15 +739,12 @@ class Scheduler:
         num_tokens = int(min(remaining, step.budget))
         if not self._fits(request, cached, num_computed_tokens + num_tokens):
             return False
-        request.begin_prefill(num_computed_tokens)
-        if cache.reads_cache(table):
-            preempted = request.num_preemptions > 0
-            cache.record_query(request.num_tokens, num_computed_tokens, preempted=preempted)
-        cache.adopt(table, cached)
+        if not was_held:
+            self._observe_query(request, num_computed_tokens)
+            cache.adopt(table, cached)
         end = min(num_computed_tokens + num_tokens, self._config.max_model_len)
         cache.extend(table, end)
         cache.cache_full_blocks(table, min(end, request.num_tokens))
-        self._seat(request, step)
         request.num_computed_tokens = num_computed_tokens
         step.give(request, num_tokens)
         if padding and num_tokens > 1:  # upstream fails if a threshold cuts the places for drafts
@@ -485,22 +761,27 @@ class Scheduler:
         has_room = num_computed_tokens + count + 2 <= self._config.max_model_len
         return count if joins_others and has_room and not step.goes_on_with_prefill else 0
 
-    def _fits(self, request: ScheduledRequest, cached: list[int], num_tokens: int) -> bool:
-        """Whether there are blocks for a waiting request, beyond those it finds cached."""
+    def _fits(
+        self, request: ScheduledRequest, cached: list[int], num_tokens: int, *, reserved: int = 0
+    ) -> bool:
+        """Whether there are blocks for a waiting request, beyond those it finds cached or has."""
         config, cache = self._config, self._cache
         if config.scheduler_reserve_full_isl:
             num_tokens = max(num_tokens, request.num_tokens)
-        needed = cache.blocks_for(min(num_tokens, config.max_model_len)) - len(cached)
+        needed = cache.blocks_for(min(num_tokens, config.max_model_len)) - len(cached) + reserved
+        needed -= len(request.table.blocks)
         # Cached blocks that nobody holds count as free until they are taken.
         needed += cache.count_unreferenced(cached)
         if self._running:
             needed += self._watermark_blocks
         return needed <= cache.free_count
 
-    def _seat(self, request: ScheduledRequest, step: Step) -> None:
-        """Move the first waiting request to the running ones."""
-        self._waiting.pop()
+    def _seat(self, request: ScheduledRequest, queue: Queue, step: Step) -> None:
+        """Move the first waiting request of a queue to the running ones."""
+        queue.pop()
         self._skipped.discard(request)
+        if self._remote is not None:
+            self._remote.request_left(request)
         self._seats += 1
         request.seat = self._seats
         request.status = RequestStatus.RUNNING
@@ -562,12 +843,14 @@ class Scheduler:
         block_size = self._cache.block_size
         return RowExtras(request.take_events(), request.take_prefill_stats(block_size))
 
-    def _finish(self, finished: Collection[ScheduledRequest]) -> None:
+    def _finish(self, finished: Collection[ScheduledRequest], step: Step) -> None:
         """End requests in the order of their rows."""
         ending = sorted(finished, key=lambda request: request.seat)
         requests = [one for one in ending if one.status is RequestStatus.RUNNING]
         self._leave_queues(requests)
         for request in requests:
+            if self._remote is not None:
+                self._remote.lend(request, step.now)
             self._free(request)
 
     def _leave_queues(self, requests: Collection[ScheduledRequest]) -> None:
@@ -583,11 +866,15 @@ class Scheduler:
         if len(running) < len(requests):
             waiting = set(requests)
             self._waiting.remove(waiting)
+            self._holding.remove(waiting)
             self._skipped -= waiting
 
     def _free(self, request: ScheduledRequest) -> None:
         request.status = RequestStatus.FINISHED
-        self._cache.free(request.table)
+        if self._remote is not None:
+            self._remote.request_ended(request)
+        if self._remote is None or request.request_id not in self._remote.loans:
+            self._cache.free(request.table)
         del self._requests[request.request_id]
         self._farewell = True
 

@@ -21,8 +21,10 @@ from trio_vllm.errors import (
     StartupError,
 )
 from trio_vllm.mock.config import MockEngineConfig, ServeOptions
+from trio_vllm.mock.deaths import Death
 from trio_vllm.mock.engine import MockEngine, data_parallel_size, ready_response
 from trio_vllm.mock.events import (
+    EngineDied,
     LogEntry,
     MessageIgnored,
     PaceLost,
@@ -34,6 +36,7 @@ from trio_vllm.mock.events import (
 from trio_vllm.mock.publishing import KvEventFeed, publishing_kv_events
 from trio_vllm.mock.runner import EngineRunner, Lockstep, RunnerLimits
 from trio_vllm.mock.states import EngineStates
+from trio_vllm.mock.transfers import SideChannel, TransferHub, open_side_channel
 from trio_vllm.protocol import EngineCoreReadyResponse, FinishReason, HandshakeInit
 from trio_vllm.transport import (
     DESCRIPTORS_PER_ENGINE,
@@ -148,20 +151,23 @@ class _Service:
     async def _guard(self, engine_index: int, all_engines: trio.CancelScope) -> None:
         await trio.lowlevel.checkpoint()
         try:
-            async with publishing_kv_events(self._config, engine_index) as feed:
-                await self._run_engine(engine_index, feed)
+            async with (
+                publishing_kv_events(self._config, engine_index) as events,
+                open_side_channel(self._config, engine_index) as side_channel,
+            ):
+                await self._run_engine(engine_index, _Feeds(events, side_channel))
         except Exception as error:  # whatever it is: half of the engines is worse than none
             if self._failure is None:
                 self._failure = _failure_of(engine_index, error)
                 all_engines.cancel(reason=f"engine {engine_index} failed")
 
-    async def _run_engine(self, engine_index: int, feed: KvEventFeed | None) -> None:
+    async def _run_engine(self, engine_index: int, feeds: _Feeds) -> None:
         """Serve one frontend after the other."""
         with trio.move_on_after(self._config.startup_duration * self._config.time_scale):
             await self._shutdown.wait()
         while not self._shutdown.is_set():
             try:
-                gone = await self._serve_frontend(engine_index, feed)
+                gone = await self._serve_frontend(engine_index, feeds)
             except StartupError as error:
                 if not self._options.reconnect:
                     raise
@@ -187,7 +193,7 @@ class _Service:
             self._losses = 0
             gc.collect()
 
-    async def _serve_frontend(self, engine_index: int, feed: KvEventFeed | None) -> str | None:
+    async def _serve_frontend(self, engine_index: int, feeds: _Feeds) -> str | None:
         """Join a frontend and serve it; gives which address has gone, None after a shutdown."""
         session = _Session(self._options.shutdown_timeout, self._limits.last_outputs_time)
         with session.scope:
@@ -206,7 +212,10 @@ class _Service:
                     lingers=self._limits.lingers,
                 ) as channels,
             ):
-                await self._serve(engine_index, self._tap(engine_index, channels), session, feed)
+                await self._serve(engine_index, self._tap(engine_index, channels), session, feeds)
+        if session.lost_address is not None and session.death is not None:
+            # It would come back to life if it joined the next one.
+            raise EngineDeadError(engine_index, f"the frontend has gone after {session.death}")
         return session.lost_address
 
     def _ready_response(self, engine_index: int, init: HandshakeInit) -> EngineCoreReadyResponse:
@@ -234,7 +243,7 @@ class _Service:
         engine_index: int,
         channels: FrontendChannels,
         session: _Session,
-        feed: KvEventFeed | None,
+        feeds: _Feeds,
     ) -> None:
         engine = MockEngine(
             self._config,
@@ -242,14 +251,13 @@ class _Service:
             client_count=len(channels.outputs),
             has_coordinator=channels.coordinator is not None,
         )
-        if feed is not None:
-            feed.restart()
         runner = EngineRunner(
             engine,
             channels,
-            on_idle_check=partial(self._on_idle_check, engine, feed),
+            on_idle_check=partial(self._on_idle_check, engine, feeds),
             limits=self._limits.runner,
         )
+        feeds.restart(runner)
         self._note_joined(engine_index, channels)
         self._states.join(engine)
         self._lockstep.runners.add(runner)
@@ -262,6 +270,7 @@ class _Service:
             raise
         finally:
             self._lockstep.runners.discard(runner)
+            session.death = engine.death
             if session.lost_address is not None:
                 # Whoever counts wants each request to end, and these have nobody to tell.
                 engine.shut_down(self._limits.runner.clock(), drain=False)
@@ -277,13 +286,34 @@ class _Service:
             if not self._missing:
                 self._task_status.started()
 
-    def _on_idle_check(self, engine: MockEngine, feed: KvEventFeed | None) -> None:
-        if feed is not None:
-            feed.publish_from(engine)
+    def _on_idle_check(self, engine: MockEngine, feeds: _Feeds) -> None:
+        feeds.publish_from(engine)
         if entries := engine.events.pop_entries():
             log_entries(engine.engine_index, entries)
         if self._config.lockstep:
             self._lockstep.settle(self._limits.runner.clock())
+
+
+@attrs.frozen
+class _Feeds:
+    """What an engine tells to others than its frontend."""
+
+    _events: KvEventFeed | None
+    _side_channel: SideChannel | None
+
+    def restart(self, runner: EngineRunner) -> None:
+        """Begin with another `MockEngine`."""
+        if self._events is not None:
+            self._events.restart()
+        if self._side_channel is not None:
+            self._side_channel.release = runner.release
+
+    def publish_from(self, engine: MockEngine) -> None:
+        """Tell what an engine has noted."""
+        if self._events is not None:
+            self._events.publish_from(engine)
+        if self._side_channel is not None:
+            self._side_channel.tell(engine.pop_fetched())
 
 
 @attrs.define
@@ -296,6 +326,8 @@ class _Session:
     runner: EngineRunner | None = attrs.field(default=None, init=False)
     """Set once the frontend is joined."""
     lost_address: str | None = attrs.field(default=None, init=False)
+    death: Death | None = attrs.field(default=None, init=False)
+    """What its engine has died of, if it dies like a real one."""
 
     async def watch(self, disconnects: trio.abc.ReceiveChannel[FrontendDisconnect]) -> None:
         """Task: end this session when a connection breaks."""
@@ -323,6 +355,7 @@ async def serve_in_memory(
     *,
     lockstep: Lockstep,
     tap: Callable[[FrontendChannels], FrontendChannels] = lambda channels: channels,
+    transfers: TransferHub | None = None,
 ) -> None:
     """Run one mock engine for the frontend of its process, by trio's clock, until cancelled.
 
@@ -332,23 +365,32 @@ async def serve_in_memory(
       engine_index: Its number.
       lockstep: That of all engines which end a wave together.
       tap: Puts something between the engine and its channels.
+      transfers: Leads to the engines that it fetches KV blocks from, or keeps them for.
     """
     size = len(meeting.engine_indices) if config.lockstep else 1
     response = ready_response(config, engine_index, data_parallel_size=size)
     channels = tap(meeting.join(engine_index, response))
     engine = MockEngine(config, engine_index, has_coordinator=channels.coordinator is not None)
 
+    hub = transfers or TransferHub()
+
     def on_idle_check() -> None:
         log_entries(engine_index, engine.events.pop_entries())
+        hub.tell(engine.pop_fetched())
         if config.lockstep:
             lockstep.settle(trio.current_time())
 
     limits = RunnerLimits(clock=trio.current_time)
     runner = EngineRunner(engine, channels, on_idle_check=on_idle_check, limits=limits)
     lockstep.runners.add(runner)
+    hub.join(config, engine_index, runner.release)
     try:
         async with running(*runner.pumps()):
             await runner.run()
+    except EngineDeadError as error:
+        log.warning("%s", error)
+        runner.send_dead_sentinel()
+        meeting.leave(engine_index)
     finally:
         lockstep.runners.discard(runner)
 
@@ -404,6 +446,13 @@ def log_entries(engine_index: int, entries: Iterable[LogEntry]) -> None:
                 )
             case MessageIgnored():
                 log.warning("engine %d: message ignored: %s", engine_index, entry.reason)
+            case EngineDied():
+                log.warning(
+                    "engine %d: its %s has died of %s",
+                    engine_index,
+                    entry.death.thread.value,
+                    entry.death,
+                )
             case PaceLost():
                 log.warning(
                     "engine %d: this machine is too slow for the times asked for: %.3f s behind",

@@ -12,6 +12,7 @@ import attrs
 
 from trio_vllm.mock.block_hashes import DEFAULT_SEED, BlockHasher
 from trio_vllm.mock.config import MockEngineConfig
+from trio_vllm.mock.connector import Connector
 from trio_vllm.mock.content import TokenSource
 from trio_vllm.mock.encoding import (
     MessageBuilder,
@@ -86,16 +87,26 @@ class SimulatedScheduler:
       config: With a schedule.
       source: Of tokens.
       fast_path: False makes all rows as objects, for comparison.
+      connector: To other engines, in prefill/decode disaggregation.
     """
 
     def __init__(
-        self, config: MockEngineConfig, source: TokenSource, *, fast_path: bool = True
+        self,
+        config: MockEngineConfig,
+        source: TokenSource,
+        *,
+        fast_path: bool = True,
+        connector: Connector | None = None,
     ) -> None:
         self._config = config
         self._cache = _kv_cache(config)
         self._scheduler = Scheduler(
-            _scheduler_config(config), self._cache, fast_path=fast_path and not self._is_by_request
+            _scheduler_config(config),
+            self._cache,
+            fast_path=fast_path and not self._is_by_request,
+            connector=connector,
         )
+        self._request_times = RequestTimes.of(config)
         self._times = StepTimes.of(config)
         self._in_hand: Step | None = None
         self._due = 0.0
@@ -133,6 +144,7 @@ class SimulatedScheduler:
     @paused.setter
     def paused(self, paused: Paused) -> None:
         self._scheduler.paused = paused
+        self._scheduler.wake()
 
     @property
     def has_work(self) -> bool:
@@ -171,6 +183,8 @@ class SimulatedScheduler:
         else:
             member.plain = self._maker.member(request)
         self._members[request.request_id] = self._by_scheduled[scheduled] = member
+        if scheduled.transfer is not None:
+            scheduled.transfer_time = self._request_times.of_transfer(request.key)
         self._scheduler.add(scheduled, now)
 
     def remove(self, request: Request) -> None:
@@ -187,8 +201,22 @@ class SimulatedScheduler:
         elif member.slot is not None:
             request.emitted = request.end - self._rows.remove(member.slot)
 
+    def release(self, request_id: str) -> None:
+        """Another engine has fetched the blocks of a request that is over."""
+        self._scheduler.release(request_id)
+
+    def release_all(self) -> None:
+        """Keep blocks for no other engine."""
+        self._scheduler.release_all()
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether blocks are in use that no preemption would free."""
+        return self._scheduler.holds_blocks
+
     def preempt_all(self, now: float) -> None:
         """Let all running requests wait again, and forget the prefix cache."""
+        self._scheduler.wake()
         if self._in_hand is None:
             self._scheduler.reset_prefix_cache(now, reset_running_requests=True)
         else:
@@ -222,7 +250,7 @@ class SimulatedScheduler:
 
     def due(self, now: float) -> float:
         """When the step in hand ends, or the next one begins."""
-        return now if self._in_hand is None else self._due
+        return self._scheduler.due(now) if self._in_hand is None else self._due
 
     def step(self, now: float, builder_for: Callable[[int], MessageBuilder]) -> list[Request]:
         """End the step in hand and begin the next; which requests have finished."""
@@ -340,8 +368,11 @@ class SimulatedScheduler:
                 for _ in plain.prefill:
                     pass
                 plain.prefill = None
-            events, plain.output.prefill_stats = _told(extras.get(member.scheduled))
-            request.events = list(events)
+            events, prefill = _told(extras.get(member.scheduled))
+            request.events, plain.output.prefill_stats = list(events), prefill
+            if request.transfer is not None and request.transfer.answer and prefill is not None:
+                # The decode side tells its users of these, and not that all was cached for it.
+                request.transfer.answer["remote_prefill_cached_tokens"] = prefill.num_cached_tokens
             output = plain.output
             self._maker.add_row(plain, builder_for(request.client_index), width)
             member.scheduled.table.token_ids += output.new_token_ids  # type: ignore[operator]
@@ -385,10 +416,14 @@ class TimedRequests(SimulatedScheduler):
     _is_by_request = True
 
     def __init__(
-        self, config: MockEngineConfig, source: TokenSource, *, fast_path: bool = True
+        self,
+        config: MockEngineConfig,
+        source: TokenSource,
+        *,
+        fast_path: bool = True,
+        connector: Connector | None = None,
     ) -> None:
-        super().__init__(config, source, fast_path=fast_path)
-        self._request_times = RequestTimes.of(config)
+        super().__init__(config, source, fast_path=fast_path, connector=connector)
         self._dues: dict[ScheduledRequest, float] = {}  # of the rows that are withheld
         self._last: dict[ScheduledRequest, float] = {}  # when a request got its last token
         self._is_eager = False  # there may be something to schedule before a row is due
@@ -414,11 +449,14 @@ class TimedRequests(SimulatedScheduler):
         self._is_eager = True
 
     def due(self, now: float) -> float:
-        """When the next row is due."""
-        if self._is_eager or not self._dues:
+        """When the next row is due, or a transfer of blocks is over."""
+        if self._is_eager:
             return now
+        if not self._dues:
+            return self._scheduler.due(now)
         pause = max(GRANULARITY, GRANULARITY_PER_REQUEST * self._scheduler.num_running)
-        return max(min(self._dues.values()), self._looked_at + pause)
+        first = min(min(self._dues.values()), self._scheduler.next_timer)
+        return max(first, self._looked_at + pause)
 
     def step(self, now: float, builder_for: Callable[[int], MessageBuilder]) -> list[Request]:
         """Send the rows that are due, and schedule what can be; which requests have finished."""
@@ -457,6 +495,8 @@ class TimedRequests(SimulatedScheduler):
         times, key, last = self._request_times, member.request.key, self._last.get(request)
         if last is not None:
             return last + times.to_next_token(key, request.num_tokens, running)
+        if request.was_fetched:
+            return now  # the transfer is over
         prefill = request.prefill_stats
         computed = request.num_prompt_tokens if prefill is None else prefill.num_computed_tokens
         return now + times.to_first_token(
@@ -475,11 +515,15 @@ class TimedRequests(SimulatedScheduler):
 
 
 def simulated_scheduler(
-    config: MockEngineConfig, source: TokenSource, *, fast_path: bool
+    config: MockEngineConfig,
+    source: TokenSource,
+    *,
+    fast_path: bool,
+    connector: Connector | None = None,
 ) -> SimulatedScheduler:
     """A scheduler that takes the time that the options say."""
     kind = TimedRequests if config.is_timed_by_request else SimulatedScheduler
-    return kind(config, source, fast_path=fast_path)
+    return kind(config, source, fast_path=fast_path, connector=connector)
 
 
 def _is_short(request_id: str) -> bool:

@@ -112,6 +112,10 @@ class RequestTimes:
             time = self.prefill_overhead + num_computed * self.prefill_per_token.draw(key, 0)
         return time * self._factor(num_running)
 
+    def of_transfer(self, key: int) -> float:
+        """From the begin of a transfer of KV blocks to its end."""
+        return self.transfer.draw(key, 0) * self.scale
+
     def to_next_token(self, key: int, position: int, num_running: int) -> float:
         """From the last token to the one at this position."""
         return self.between.draw(key, position) * self._factor(num_running)

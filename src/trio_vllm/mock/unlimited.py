@@ -9,13 +9,20 @@ from typing import Literal
 import attrs
 
 from trio_vllm.mock.config import MockEngineConfig
+from trio_vllm.mock.connector import STAGES, Connector, KvTransfer
 from trio_vllm.mock.content import TokenSource
-from trio_vllm.mock.encoding import MessageBuilder, MessageTemplate, Outgoing, StatsTemplate
+from trio_vllm.mock.encoding import (
+    MessageBuilder,
+    MessageTemplate,
+    Outgoing,
+    StatsTemplate,
+    encode_stats,
+)
 from trio_vllm.mock.fast_batch import FastBatch
 from trio_vllm.mock.kv_events import KvCacheEvent
 from trio_vllm.mock.plain_batch import PlainBatch
 from trio_vllm.mock.request import Request
-from trio_vllm.protocol import EventType
+from trio_vllm.protocol import EventType, PrefixCacheStats, SchedulerStats
 
 Counts = tuple[int, int]
 """Requests running and waiting."""
@@ -69,7 +76,11 @@ class UnlimitedScheduler:
         client_count: int,
         *,
         fast_path: bool,
+        connector: Connector | None = None,
     ) -> None:
+        self._config = config
+        self._connector = connector
+        self._fetched_tokens = 0
         self._fast = FastBatch(config, source, client_count)
         self._plain = PlainBatch(config, source)
         self._fast_path = fast_path
@@ -149,6 +160,14 @@ class UnlimitedScheduler:
     def reset_cache(self, now: float) -> None:
         """Nothing is cached."""
 
+    def release(self, request_id: str) -> None:
+        """No blocks are kept."""
+
+    def release_all(self) -> None:
+        """No blocks are kept."""
+
+    holds_blocks = False
+
     def preempt_all(self, now: float) -> None:
         """Let all running requests wait again, before those that are waiting."""
         later = self._waiting
@@ -220,6 +239,8 @@ class UnlimitedScheduler:
             del self._waiting[request.request_id]
             self._prefills += 1
             self._prefilled_tokens += request.prompt_len
+            if request.transfer is not None:
+                self._transfer(request, request.transfer)
             request.note(EventType.SCHEDULED, now)
             if self._fast_path and self._fast.accepts(request):
                 fast.append(request)
@@ -227,6 +248,25 @@ class UnlimitedScheduler:
                 plain.append(request)
                 self._on_plain_path.add(request.request_id)
         return fast, plain
+
+    def _transfer(self, request: Request, transfer: KvTransfer) -> None:
+        """Do at once what a scheduler would take time and blocks for."""
+        connector = self._connector
+        assert connector is not None
+        if transfer.fetches:
+            request.was_fetched = True
+            self._fetched_tokens += request.prompt_len
+            connector.note_fetched(transfer)
+        if transfer.sends:
+            count = request.end - request.emitted
+            num_tokens = request.prompt_len + count - 1
+            blocks = range(1, 1 + -(-num_tokens // connector.block_size))
+            # What is cached is told in the first output only.
+            is_told = count <= self._config.output_token_chunk_size
+            cached = request.prompt_len if request.was_fetched else 0
+            transfer.answer = connector.describe(
+                request.request_id, blocks, num_tokens, cached if is_told else None
+            )
 
     def _startable(self) -> list[Request]:
         waiting = self._waiting.values()
@@ -246,10 +286,31 @@ class UnlimitedScheduler:
     def pop_stats(self, step: int, wave: int) -> bytes:
         """The encoded statistics, with the numbers of a lockstep; the clients know them then."""
         self._told = self.counts
-        stats = self._stats.fill(*self._told, step, wave, self._prefills, self._prefilled_tokens)
-        self._prefills = self._prefilled_tokens = 0
-        return stats
+        numbers = (*self._told, step, wave, self._prefills, self._prefilled_tokens)
+        fetched = self._fetched_tokens
+        self._prefills = self._prefilled_tokens = self._fetched_tokens = 0
+        if self._connector is None:
+            return self._stats.fill(*numbers)
+        return _stats_with_connector(numbers, fetched)
 
     def forget_messages(self) -> None:
         """Use another template from now on."""
         self._fast.forget_messages()
+
+
+def _stats_with_connector(numbers: tuple[int, ...], fetched: int) -> bytes:
+    """The statistics of an engine with a connector; ``fetched`` tokens came from other engines."""
+    running, waiting, step, wave, requests, queries = numbers
+    stats = SchedulerStats(
+        num_running_reqs=running,
+        num_waiting_reqs=waiting,
+        num_kv_fetch_reqs_by_stage=dict.fromkeys(STAGES, 0),
+        step_counter=step,
+        current_wave=wave,
+    )
+    stats.prefix_cache_stats.requests = requests
+    stats.prefix_cache_stats.queries = queries
+    stats.connector_prefix_cache_stats = PrefixCacheStats(
+        requests=requests, queries=queries, hits=fetched
+    )
+    return encode_stats(stats)

@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 
 import attrs
 
+from trio_vllm.mock.adapters import AdapterError, Adapters
 from trio_vllm.mock.config import MockEngineConfig
 from trio_vllm.mock.unlimited import Counts
-from trio_vllm.protocol import UtilityOutput, UtilityRequest
+from trio_vllm.protocol import LoRARequest, UtilityOutput, UtilityRequest
 
 PAUSE_MODES = ("abort", "wait", "keep")
 MEMORY = frozenset({"weights", "kv_cache"})
@@ -92,58 +93,6 @@ class Pause:
         return not self.asleep
 
 
-class AdapterError(Exception):
-    """An adapter call that an engine refuses, in the engine's words."""
-
-
-@attrs.define
-class Adapters:
-    """Adapter ids, least recently used first; as in upstream, one too many evicts the first."""
-
-    capacity: int
-    _pinned: dict[int, bool] = attrs.field(factory=dict, init=False)
-
-    def add(self, adapter_id: int) -> bool:
-        """Load an adapter, or touch it; whether it was new."""
-        self._require_enabled()
-        pinned = self._pinned.pop(adapter_id, None)
-        if pinned is None and len(self._pinned) >= self.capacity:
-            self._evict()
-        self._pinned[adapter_id] = bool(pinned)
-        return pinned is None
-
-    def _evict(self) -> None:
-        for adapter_id, pinned in self._pinned.items():
-            if not pinned:
-                del self._pinned[adapter_id]
-                return
-        raise AdapterError("All items are pinned, cannot remove oldest from the cache.")
-
-    def remove(self, adapter_id: int) -> bool:
-        """Unload an adapter; whether there was one."""
-        self._require_enabled()
-        if adapter_id < 1:
-            raise AdapterError("lora_id must be greater than 0.")
-        return self._pinned.pop(adapter_id, None) is not None
-
-    def pin(self, adapter_id: int) -> bool:
-        """Keep an adapter from being evicted."""
-        self._require_enabled()
-        if adapter_id not in self._pinned:
-            raise AdapterError(f"Pinning failed. LoRA {adapter_id} is not registered.")
-        self._pinned[adapter_id] = True
-        return True
-
-    def ids(self) -> list[int]:
-        """The ids of what is loaded."""
-        self._require_enabled()
-        return sorted(self._pinned)
-
-    def _require_enabled(self) -> None:
-        if not self.capacity:
-            raise AdapterError("LoRA is not enabled. Use --enable-lora to enable LoRA.")
-
-
 T = TypeVar("T")
 
 _WORKER_METHODS = frozenset(
@@ -161,6 +110,13 @@ _WORKER_METHODS = frozenset(
     }
 )
 """The methods that ``collective_rpc`` knows; each answers nil per worker."""
+
+
+_CANNOT_RESET = (
+    "Failed to reset KV cache even when all the running requests are preempted and moved to the waiting"
+    " queue. This is likely due to the presence of running requests waiting for remote KV transfer, which"
+    " is not supported yet."
+)
 
 
 class RequestAction(enum.Enum):
@@ -211,17 +167,25 @@ class EngineControl:
     _deferred: list[tuple[UtilityRequest, _Then]] = attrs.field(factory=list, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.adapters = Adapters(self._config.max_loras)
+        self.adapters = Adapters(self._config.max_loras, self._config.max_lora_rank)
 
-    def use_adapter(self, adapter_id: int) -> None:
+    def use_adapter(self, lora: LoRARequest) -> None:
         """Load an adapter for a request, which runs also where there is no room left for it."""
         with contextlib.suppress(AdapterError):
-            self.adapters.add(adapter_id)
+            self.adapters.add(lora)
 
-    def call(self, request: UtilityRequest, counts: Counts) -> Outcome:
-        """Run a call, in an engine with so many requests running and waiting."""
+    def call(
+        self, request: UtilityRequest, counts: Counts, *, holds_blocks: bool = False
+    ) -> Outcome:
+        """Run a call.
+
+        Args:
+          request: The call.
+          counts: Requests that run and wait.
+          holds_blocks: Whether there are KV blocks in use which no preemption would free.
+        """
         name = request.method
-        methods = _Methods(self, self._config, counts)
+        methods = _Methods(self, self._config, counts, holds_blocks)
         method = None if name.startswith("_") else getattr(methods, name, None)
         try:
             if method is None:
@@ -284,6 +248,7 @@ class _Methods:
     _control: EngineControl
     _config: MockEngineConfig
     _counts: Counts
+    _holds_blocks: bool
 
     @property
     def _pause(self) -> Pause:
@@ -355,8 +320,10 @@ class _Methods:
         self, reset_running_requests: Any = False, reset_connector: Any = False
     ) -> _Then | bool:
         if reset_running_requests:
+            if self._holds_blocks:
+                raise RuntimeError(_CANNOT_RESET)
             return _Then(True, RequestAction.PREEMPT_ALL)
-        if self._has_running:
+        if self._has_running or self._holds_blocks:
             return False
         return _Then(True, RequestAction.RESET_CACHE)
 
@@ -404,18 +371,26 @@ class _Methods:
 
     def add_lora(self, lora_request: Any) -> bool:
         match lora_request:
-            case [str(), int(adapter_id), str(path), *_]:
+            case [str(name), int(adapter_id), str(path), *others]:
                 if adapter_id < 1:
                     raise ValueError(f"id must be > 0, got {adapter_id}")
                 if not path:
                     raise ValueError("lora_path cannot be empty")
-                return self._in_worker(self._adapters.add, adapter_id)
+                lora = LoRARequest(
+                    lora_name=name,
+                    lora_int_id=adapter_id,
+                    lora_path=path,
+                    load_inplace=others[1:2] == [True],
+                )
+                return self._in_worker(self._adapters.add, lora)
         raise TypeError(f"Expected `LoRARequest`, got {lora_request!r}")
 
     def remove_lora(self, lora_id: Any) -> bool:
+        _require_adapter_id(lora_id)
         return self._in_worker(self._adapters.remove, lora_id)
 
     def pin_lora(self, lora_id: Any) -> bool:
+        _require_adapter_id(lora_id)
         return self._in_worker(self._adapters.pin, lora_id)
 
     def list_loras(self) -> list[int]:
@@ -444,6 +419,11 @@ class _Methods:
         profiler_kwargs: Any = None,
     ) -> None:
         pass
+
+
+def _require_adapter_id(lora_id: Any) -> None:
+    if lora_id < 1:  # the executor asserts it, before it asks a worker
+        raise ValueError("lora_id must be greater than 0.")
 
 
 def _in_worker(text: str) -> str:

@@ -18,6 +18,7 @@ from trio_vllm.mock import (
     Lockstep,
     MockEngineConfig,
     ServeOptions,
+    TransferHub,
     serve_in_memory,
     serve_mock_engines,
 )
@@ -74,6 +75,7 @@ async def mock_llm(
     stream_interval: int = 1,
     randomize_request_ids: bool = True,
     observers: Sequence[Observer] = (),
+    transfers: TransferHub | None = None,
 ) -> AsyncIterator[MockLlm]:
     """Run mock engines and a client in this process, connected in memory.
 
@@ -90,6 +92,8 @@ async def mock_llm(
       stream_interval: As for `open_llm`.
       randomize_request_ids: As for `open_llm`; without it, tokens are the same in each run.
       observers: As for `open_llm`.
+      transfers: For prefill/decode disaggregation, the same for all blocks whose engines fetch KV
+        blocks from each other.
     """
     meeting = InMemory(
         engine_count,
@@ -98,7 +102,7 @@ async def mock_llm(
     )
     lockstep = Lockstep()
     scripts = [Script(EngineRecord(index), answers) for index in range(engine_count)]
-    members = [_Member(config, script, meeting, lockstep) for script in scripts]
+    members = [_Member(config, script, meeting, lockstep, transfers) for script in scripts]
     async with (
         running(*(member.serve for member in members)),
         open_client(meeting, load_balancer=load_balancer, vocab_size=vocab_size) as client,
@@ -121,6 +125,7 @@ class _Member:
     _script: Script
     _meeting: InMemory
     _lockstep: Lockstep
+    _transfers: TransferHub | None
     _scope: trio.CancelScope = attrs.field(factory=trio.CancelScope, init=False)
 
     async def serve(self) -> None:
@@ -132,6 +137,7 @@ class _Member:
                 self._script.record.engine_index,
                 lockstep=self._lockstep,
                 tap=self._script.tap,
+                transfers=self._transfers,
             )
 
     def kill(self) -> None:

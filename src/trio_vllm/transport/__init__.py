@@ -21,3 +21,7 @@ from trio_vllm.transport.frontend import HandshakeOwner as HandshakeOwner
 from trio_vllm.transport.kv_event_sockets import KvEventSockets as KvEventSockets
 from trio_vllm.transport.kv_event_sockets import open_kv_event_sockets as open_kv_event_sockets
 from trio_vllm.transport.memory import InMemory as InMemory
+from trio_vllm.transport.side_channel_sockets import SideChannelSockets as SideChannelSockets
+from trio_vllm.transport.side_channel_sockets import (
+    open_side_channel_sockets as open_side_channel_sockets,
+)

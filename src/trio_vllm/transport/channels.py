@@ -5,7 +5,7 @@ They are made of two protocols, `FrameReceiver` and `FrameSender`, which a trans
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -152,3 +152,7 @@ class FrontendChannels:
     disconnects: trio.abc.ReceiveChannel[FrontendDisconnect]
     """Each connection that breaks."""
     coordinator: CoordinatorChannels | None = None
+    close_inputs: Callable[[], None] = lambda: None
+    """Closes all inputs, for good; who receives from one gets `trio.ClosedResourceError`."""
+    close_outputs: Callable[[], None] = lambda: None
+    """Closes all outputs, for good."""

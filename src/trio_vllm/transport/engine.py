@@ -110,7 +110,14 @@ async def join_frontend(
             joining.leave_handshake()
         try:
             async with joining.disconnects() as disconnects:
-                yield FrontendChannels(joining.inputs, joining.outputs, disconnects, coordinator)
+                yield FrontendChannels(
+                    joining.inputs,
+                    joining.outputs,
+                    disconnects,
+                    coordinator,
+                    joining.close_inputs,
+                    joining.close_outputs,
+                )
         finally:
             joining.skip_linger_of_lost_clients()
 
@@ -257,7 +264,10 @@ class _Joining:
         send, receive = trio.open_memory_channel[FrontendDisconnect](math.inf)
 
         async def watch(client_index: int | None, connection: OutgoingConnection) -> None:
-            await connection.wait_lost()
+            try:
+                await connection.wait_lost()
+            except trio.EndOfChannel:  # closed by us
+                return
             send.send_nowait(FrontendDisconnect(connection.address, client_index))
 
         watched: list[tuple[int | None, OutgoingConnection]] = [
@@ -273,12 +283,23 @@ class _Joining:
         self._frontend.close()
         self._handshake.close()
 
+    def close_inputs(self) -> None:
+        """Hang up on all clients where requests come from."""
+        for socket in self.inputs:
+            socket.close()
+
+    def close_outputs(self) -> None:
+        """Hang up on all clients where outputs go; what was sent still gets out."""
+        for socket in self.outputs:
+            socket.close()
+
     def skip_linger_of_lost_clients(self) -> None:
         """Do not wait for last outputs to reach clients that are gone."""
         # ØMQ tells of the breaks one by one, so a client may have lost but one of two so far.
         of_clients = zip(self._input_connections, self._output_connections, strict=True)
         for output, connections in zip(self.outputs, of_clients, strict=True):
-            if any(connection.is_lost for connection in connections):
+            # Once closed, a socket takes no options any more.
+            if not output.is_closed and any(connection.is_lost for connection in connections):
                 set_linger(output, 0)
 
     async def _answer(

@@ -99,7 +99,8 @@ class MemoryRouter:
 
     def disconnect(self, identity: bytes) -> None:
         """Lose a peer; what it was sent before it can still receive."""
-        self._peers.pop(identity).close()
+        if (peer := self._peers.pop(identity, None)) is not None:
+            peer.close()
 
     def send_nowait(self, frames: Frames) -> None:
         """Send a message to a peer; `PeerGoneError` if it is not there."""
@@ -217,9 +218,19 @@ class InMemory:
         coordinator = None
         if self._has_coordinator:
             coordinator = CoordinatorChannels(self._broadcasts.subscribe(), notices)
+
+        def close_inputs() -> None:
+            inputs.close()
+            self._lose_input(engine_index)
+
+        def close_outputs() -> None:
+            self._lose_output(engine_index)
+
         if self._members.keys() >= set(self.engine_indices):
             self._joined.set()
-        return FrontendChannels([inputs], [output], disconnects, coordinator)
+        return FrontendChannels(
+            [inputs], [output], disconnects, coordinator, close_inputs, close_outputs
+        )
 
     def output_connection(self, engine_index: int) -> int | None:
         """The number of the connection by which this engine's outputs come."""
@@ -233,15 +244,21 @@ class InMemory:
 
     def break_input(self, engine_index: int) -> None:
         """Break the connection by which an engine gets requests; what is under way arrives."""
+        self._lose_input(engine_index)
+        self._tell_engine(engine_index)
+
+    def _lose_input(self, engine_index: int) -> None:
         self._router.disconnect(EngineId.of(engine_index))
         self._disconnect.send_nowait(Disconnect(engine_index=engine_index))
-        self._tell_engine(engine_index)
 
     def break_output(self, engine_index: int) -> None:
         """Break the connection by which outputs of an engine come; what is under way arrives."""
+        self._lose_output(engine_index)
+        self._tell_engine(engine_index)
+
+    def _lose_output(self, engine_index: int) -> None:
         connection = self.output_connection(engine_index)
         self._disconnect.send_nowait(Disconnect(connection=connection))
-        self._tell_engine(engine_index)
 
     def _tell_engine(self, engine_index: int) -> None:
         self._members[engine_index].disconnects.send_nowait(FrontendDisconnect(ADDRESS, 0))

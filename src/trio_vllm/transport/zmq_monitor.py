@@ -369,8 +369,9 @@ class OutgoingConnection:
     @property
     def is_lost(self) -> bool:
         """Whether it was open and broke."""
-        for event in self._monitor.receive_pending():
-            self._take(event)
+        with suppress(trio.ClosedResourceError):  # we have closed it
+            for event in self._monitor.receive_pending():
+                self._take(event)
         return self._is_lost
 
     async def wait_open(self) -> None:

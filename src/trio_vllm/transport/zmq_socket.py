@@ -205,6 +205,11 @@ class ZmqSocket:
         if self._file is not None:
             self._file.remove()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._raw.closed
+
     def set_options(self, options: Mapping[int, int | bytes]) -> None:
         """Set ØMQ's own options; for `ZmqContext`, before the socket is bound or connected."""
         for option, value in options.items():

@@ -1,0 +1,159 @@
+"""`Connector`: how KV blocks of a prompt get from the engine that computed them to the one that decodes.
+
+A router sends a request to a prefill engine with ``do_remote_decode`` in its ``kv_transfer_params``. The
+last output of that says where the blocks are, and the engine keeps them. The router hands this on to a
+decode engine, which fetches the blocks in place of computing the prompt, and tells the prefill
+engine so. If nobody fetches them, they are free after a time.
+
+Here nothing is copied: what is fetched takes time and blocks, and that is all.
+
+Source: ``vllm/distributed/kv_transfer/kv_connector/v1/nixl`` of 0.33.0, ``base_scheduler.py`` and
+``pull_scheduler.py``, without transfers from the decode engine back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from trio_vllm.mock.config import MockEngineConfig
+from trio_vllm.protocol import EngineCoreRequest
+
+REMOTE_FIELDS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+"""What a decode engine has to be told besides ``remote_block_ids``."""
+
+WAITING_TO_START = "waiting_to_start"
+IN_PROGRESS = "in_progress"
+COMPLETED_WAITING = "completed_waiting"
+STAGES = (WAITING_TO_START, IN_PROGRESS, COMPLETED_WAITING)
+"""Of a request that fetches blocks, under the names of ``num_kv_fetch_reqs_by_stage``."""
+
+
+@attrs.frozen
+class Fetched:
+    """Blocks of a request have been fetched, or never will be: who keeps them may free them."""
+
+    host: str
+    port: int
+    request_id: str
+
+
+@attrs.define(eq=False)
+class KvTransfer:
+    """The part that one request has in a transfer."""
+
+    params: Mapping[str, Any]
+    sends: bool
+    """Whether another engine will fetch its blocks."""
+    fetches: bool
+    """Whether it is still to fetch blocks of another engine; a preempted request does so no more."""
+    answer: dict[str, Any] | None = attrs.field(default=None, init=False)
+    """The ``kv_transfer_params`` of its last output."""
+
+
+@attrs.define(eq=False)
+class Connector:
+    """The ``kv_transfer_params`` of one engine."""
+
+    engine_id: str
+    host: str
+    port: int
+    block_size: int
+    lease: float
+    """Seconds that blocks are kept for another engine."""
+    sends: bool
+    fetches: bool
+    release: tuple[int, int] = (0, 33)
+    _fetched: list[Fetched] = attrs.field(factory=list, init=False)
+
+    @classmethod
+    def of(cls, config: MockEngineConfig, engine_index: int) -> Connector | None:
+        """The connector of an engine, if it has one."""
+        if config.pd_role is None:
+            return None
+        return cls(
+            engine_id=f"{config.instance_id}_dp{engine_index}",
+            host=config.kv_side_channel_host,
+            port=config.kv_side_channel_port + engine_index,
+            block_size=config.block_size,
+            lease=config.kv_lease_duration * config.time_scale,
+            sends=config.pd_role != "decode",
+            fetches=config.pd_role != "prefill",
+            release=config.release,
+        )
+
+    def transfer_of(self, wire: EngineCoreRequest) -> KvTransfer | None:
+        """The part of a request, if it has any."""
+        params = transfer_params(wire)
+        sends = self.sends and bool(params.get("do_remote_decode"))
+        fetches = self.fetches and bool(params.get("do_remote_prefill"))
+        return KvTransfer(params, sends, fetches) if sends or fetches else None
+
+    def fault_of(self, transfer: KvTransfer) -> str | None:
+        """What is missing in the parameters of a request that is to fetch blocks.
+
+        Upstream an assertion fails if there are no blocks, and the request waits for ever if it is not
+        said where they are.
+        """
+        needed = ("remote_block_ids", *REMOTE_FIELDS) if transfer.fetches else ()
+        missing = [name for name in needed if not transfer.params.get(name)]
+        return f"kv_transfer_params lack {', '.join(missing)}" if missing else None
+
+    def describe(
+        self,
+        request_id: str,
+        blocks: Sequence[int],
+        num_tokens: int,
+        cached_tokens: int | None = None,
+    ) -> dict[str, Any]:
+        """What a decode engine is to be told of blocks that are kept for it.
+
+        Args:
+          request_id: Whose they are.
+          blocks: Their numbers.
+          num_tokens: How many tokens are in them.
+          cached_tokens: How many the prefill found cached, if it is told in the same output.
+        """
+        params: dict[str, Any] = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [list(blocks)],
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": request_id,
+            "remote_host": self.host,
+            "remote_port": self.port,
+            "tp_size": 1,
+            "dcp_size": 1,
+            "pp_size": 1,
+            "remote_num_tokens": num_tokens,
+            "remote_blocks_expiry_time": None,
+            "transfer_mode": "pull",
+        }
+        if self.release >= (0, 33):
+            params["remote_registration_generation"] = 1
+        if cached_tokens is not None:
+            params["remote_prefill_cached_tokens"] = cached_tokens
+        return params
+
+    def note_fetched(self, transfer: KvTransfer) -> None:
+        """The blocks of a request are here, or are not needed."""
+        transfer.fetches = False
+        params = transfer.params
+        where = str(params["remote_host"]), int(params["remote_port"])
+        self._fetched.append(Fetched(*where, str(params["remote_request_id"])))
+
+    def pop_fetched(self) -> list[Fetched]:
+        """What other engines are to be told."""
+        fetched, self._fetched = self._fetched, []
+        return fetched
+
+
+def transfer_params(wire: EngineCoreRequest) -> Mapping[str, Any]:
+    """The ``kv_transfer_params`` of a request; none if they are no map."""
+    params = wire.sampling_params
+    if params is None or not params.extra_args:
+        return {}
+    given = params.extra_args.get("kv_transfer_params")
+    return given if isinstance(given, Mapping) else {}
