@@ -143,6 +143,29 @@ def _address(value: Any) -> str | None:
     return None
 
 
+@Check
+def _length(value: Any) -> str | None:
+    is_fine = isinstance(value, int | float) and (value == 0 or 1 <= value <= MAX_COUNT)
+    return None if is_fine else "must be 0 or at least 1"
+
+
+OUTPUTS = ("random", "prompt", "echo")
+
+
+@Check
+def _output(value: Any) -> str | None:
+    if value in OUTPUTS:
+        return None
+    # Only a file needs it, and it imports numpy.
+    from trio_vllm.mock.answer_file import read_answer_file  # noqa: PLC0415
+
+    try:
+        read_answer_file(value)
+    except ConfigurationError as error:
+        return f"must be one of {', '.join(OUTPUTS)} or a file of answers ({error})"
+    return None
+
+
 @attrs.frozen(kw_only=True)
 class KvEventsConfig:
     """Where KV-cache events are published: upstream's class of this name, with its defaults."""
@@ -226,6 +249,15 @@ class MockEngineConfig:
     stop_at_eos: bool = attrs.field(default=False, metadata=TOKENS)
     """Let a request's end-of-text token end it when it is drawn. Off, lengths are exact. Stop
     tokens that a request names always end it."""
+    output: str = attrs.field(default="random", validator=_output, metadata=TOKENS)
+    """random: tokens depend on the request id; prompt: on the prompt and the request's seed, greedy
+    ones on the prompt alone; echo: they are the prompt's, which then ends; else a file of JSON lines
+    with the answers."""
+    output_tokens_mean: float = attrs.field(default=0.0, validator=_length, metadata=TOKENS)
+    """How many tokens a request has that names an end-of-text token, which ends it, on average;
+    max_tokens still holds. 0 is up to max_tokens."""
+    output_tokens_std_dev: float = attrs.field(default=0.0, validator=_length, metadata=TOKENS)
+    """Its standard deviation, at most 30 % of it; no length differs by more than 70 %."""
     embedding_size: int = attrs.field(
         default=64, validator=_integer(1, MAX_VECTOR_SIZE), metadata=TOKENS
     )
@@ -365,6 +397,8 @@ class MockEngineConfig:
     """All times of a schedule and of the startup are multiplied by it."""
 
     def __attrs_post_init__(self) -> None:
+        for fault in self._contradictions_in_content():
+            raise ConfigurationError(fault)
         if self.is_scheduled:
             for fault in self._contradictions():
                 raise ConfigurationError(fault)
@@ -420,11 +454,7 @@ class MockEngineConfig:
     def _contradictions(self) -> Iterator[str]:
         yield from self._contradictions_in_schedule()
         for deviation, mean in DEVIATIONS.items():
-            if getattr(self, deviation) > MAX_STD_DEV * getattr(self, mean):
-                yield (
-                    f"{deviation} {getattr(self, deviation)} is more than {MAX_STD_DEV:.0%} of {mean}"
-                    f" {getattr(self, mean)}"
-                )
+            yield from self._contradictions_in_deviation(deviation, mean)
         of_steps, of_requests = self._given(STEP_TIME), self._given(REQUEST_TIME)
         if self.step_interval:
             of_steps.append("step_interval")
@@ -432,6 +462,18 @@ class MockEngineConfig:
             yield (
                 f"{of_requests[0]} is a time of a request, and {of_steps[0]} one of a step: there can"
                 " be one kind only"
+            )
+
+    def _contradictions_in_content(self) -> Iterator[str]:
+        yield from self._contradictions_in_deviation("output_tokens_std_dev", "output_tokens_mean")
+        if self.output == "echo" and self.output_tokens_mean:
+            yield "output_tokens_mean contradicts output echo, which is as long as the prompt"
+
+    def _contradictions_in_deviation(self, deviation: str, mean: str) -> Iterator[str]:
+        if getattr(self, deviation) > MAX_STD_DEV * getattr(self, mean):
+            yield (
+                f"{deviation} {getattr(self, deviation)} is more than {MAX_STD_DEV:.0%} of {mean}"
+                f" {getattr(self, mean)}"
             )
 
     def _contradictions_in_schedule(self) -> Iterator[str]:

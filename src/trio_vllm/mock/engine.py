@@ -19,6 +19,8 @@ from collections.abc import Iterable
 import attrs
 
 from trio_vllm.errors import DecodeError
+from trio_vllm.mock.answer_file import FileAnswers, read_answer_file
+from trio_vllm.mock.answers import Answers, EchoAnswers, PromptAnswers, RandomAnswers
 from trio_vllm.mock.config import MockEngineConfig
 from trio_vllm.mock.content import TokenSource
 from trio_vllm.mock.encoding import (
@@ -32,6 +34,7 @@ from trio_vllm.mock.events import EventLog, Summary
 from trio_vllm.mock.kv_events import KvCacheEvent
 from trio_vllm.mock.request import Refusal, Request, RequestFactory
 from trio_vllm.mock.simulated import SimulatedScheduler, simulated_scheduler
+from trio_vllm.mock.spread import Spread
 from trio_vllm.mock.unlimited import Counts, UnlimitedScheduler
 from trio_vllm.mock.utilities import EngineControl, RequestAction
 from trio_vllm.protocol import (
@@ -85,6 +88,18 @@ def ready_response(
         kv_cache_size_tokens=config.kv_cache_size_tokens,
         enable_sleep_mode=config.enable_sleep_mode,
     )
+
+
+def answers_of(config: MockEngineConfig, engine_index: int) -> Answers:
+    """The answers that the options ask for."""
+    lengths = Spread(config.output_tokens_mean, config.output_tokens_std_dev)
+    kind = PromptAnswers if config.output == "prompt" else RandomAnswers
+    drawn = kind(config.seed, engine_index, lengths)
+    if config.output in {"random", "prompt"}:
+        return drawn
+    if config.output == "echo":
+        return EchoAnswers(drawn)
+    return FileAnswers(read_answer_file(config.output), drawn)
 
 
 def data_parallel_size(init: HandshakeInit, default: int) -> int:
@@ -271,7 +286,7 @@ class MockEngine:
         self._client_count = client_count
         self._has_coordinator = has_coordinator
         source = TokenSource(config.vocab_size)
-        self._factory = RequestFactory(engine_index, config, source)
+        self._factory = RequestFactory(config, source, answers_of(config, engine_index))
         self._scheduler: UnlimitedScheduler | SimulatedScheduler = (
             simulated_scheduler(config, source, fast_path=fast_path)
             if config.is_scheduled

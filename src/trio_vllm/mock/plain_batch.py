@@ -43,7 +43,6 @@ class RowMaker:
 
     def __init__(self, config: MockEngineConfig, source: TokenSource) -> None:
         self._source = source
-        self._vocab_size = config.vocab_size
         self._chunk_size = config.output_token_chunk_size
         self._pooler = Pooler(config.embedding_size, config.num_labels)
         self._logprobs = LogprobModel(config.vocab_size)
@@ -90,13 +89,7 @@ class RowMaker:
         request, output = member.request, member.output
         first = member.emitted
         count = min(self._chunk_size, request.end - first)
-        if extras.trace is not None:
-            start = first - extras.trace_from
-            tokens = list(extras.trace[start : start + count])
-        else:
-            tokens = self._source.draw(request.key, first, count)
-        if first < extras.unmasked_from and extras.masked_token_ids:
-            tokens = _unmasked(tokens, first, extras, self._vocab_size)
+        tokens = request.tokens(self._source, first, count)
         output.new_token_ids = tokens
         if member.width:
             output.new_logprobs = self._logprobs.sample(
@@ -236,17 +229,3 @@ def _slices(row_count: int, width: int) -> Iterator[slice]:
     height = max(1, SLICE_NUMBERS // max(1, width))
     for start in range(0, row_count, height):
         yield slice(start, min(start + height, row_count))
-
-
-def _unmasked(tokens: list[int], first: int, extras: Extras, vocab_size: int) -> list[int]:
-    """The tokens, with the next that is allowed in the place of each that must not come yet."""
-    masked = extras.masked_token_ids
-    if len(masked) >= vocab_size:
-        return tokens
-    replaced = []
-    for position, drawn in enumerate(tokens, first):
-        token = drawn
-        while position < extras.unmasked_from and token in masked:
-            token = (token + 1) % vocab_size
-        replaced.append(token)
-    return replaced

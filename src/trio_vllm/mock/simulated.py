@@ -20,7 +20,6 @@ from trio_vllm.mock.encoding import (
     SchedulerStatsEncoder,
     row_with,
 )
-from trio_vllm.mock.fast_batch import MAX_ROW_LENGTH
 from trio_vllm.mock.kv_cache import KvCache
 from trio_vllm.mock.kv_events import KvCacheEvent
 from trio_vllm.mock.plain_batch import PlainMember, RowMaker
@@ -159,7 +158,7 @@ class SimulatedScheduler:
         scheduled = request.scheduled
         assert scheduled is not None
         member = _Member(request, scheduled)
-        if self._fast_path and request.extras is None and _is_short(request.request_id):
+        if self._fast_path and self._rows.accepts(request):
             ids: list[int] = scheduled.table.token_ids  # type: ignore[assignment]
             member.slot = self._rows.add(request, ids)
         else:
@@ -473,10 +472,6 @@ def simulated_scheduler(
     """A scheduler that takes the time that the options say."""
     kind = TimedRequests if config.is_timed_by_request else SimulatedScheduler
     return kind(config, source, fast_path=fast_path)
-
-
-def _is_short(request_id: str) -> bool:
-    return len(request_id) * 4 < MAX_ROW_LENGTH
 
 
 def _is_last(member: _Member) -> bool:
