@@ -60,6 +60,7 @@ SPECIAL = {
 """What cannot be told from a field."""
 
 NUMBERS = {
+    "acceptance_rate",
     "time_factor_under_load",
     "time_scale",
     "output_tokens_mean",

@@ -125,6 +125,12 @@ def _scale(value: Any) -> str | None:
 
 
 @Check
+def _share(value: Any) -> str | None:
+    is_fine = isinstance(value, int | float) and 0 <= value <= 1
+    return None if is_fine else "must be from 0 to 1"
+
+
+@Check
 def _positive_seconds(value: Any) -> str | None:
     return None if isinstance(value, int | float) and value > 0 else "must be more than 0"
 
@@ -330,6 +336,13 @@ class MockEngineConfig:
     """Publish which blocks are cached and evicted; vLLM's JSON, such as
     {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "topic": "kv-events"}. Each further
     engine has the next port."""
+    num_speculative_tokens: int = attrs.field(
+        default=0, validator=_integer(0, 256), metadata=SCHEDULING
+    )
+    """Draft tokens of a request that are verified in each step: speculative decoding."""
+    acceptance_rate: float = attrs.field(default=0.7, validator=_share, metadata=SCHEDULING)
+    """The probability that a draft token is accepted, if those before it were. Each step gives the
+    accepted ones and one more."""
     enable_logging_iteration_details: bool = attrs.field(default=False, metadata=SCHEDULING)
     """Tell in the statistics how many tokens of prompts and outputs each step computed."""
 
@@ -453,6 +466,7 @@ class MockEngineConfig:
 
     def _contradictions(self) -> Iterator[str]:
         yield from self._contradictions_in_schedule()
+        yield from self._contradictions_in_speculation()
         for deviation, mean in DEVIATIONS.items():
             yield from self._contradictions_in_deviation(deviation, mean)
         of_steps, of_requests = self._given(STEP_TIME), self._given(REQUEST_TIME)
@@ -475,6 +489,13 @@ class MockEngineConfig:
                 f"{deviation} {getattr(self, deviation)} is more than {MAX_STD_DEV:.0%} of {mean}"
                 f" {getattr(self, mean)}"
             )
+
+    def _contradictions_in_speculation(self) -> Iterator[str]:
+        if self.num_speculative_tokens and (given := self._given(REQUEST_TIME)):
+            yield f"num_speculative_tokens takes times of a step, and {given[0]} is one of a request"
+        default = attrs.fields(MockEngineConfig).acceptance_rate.default
+        if self.acceptance_rate != default and not self.num_speculative_tokens:
+            yield "acceptance_rate takes num_speculative_tokens"
 
     def _contradictions_in_schedule(self) -> Iterator[str]:
         budget, length = self.max_num_batched_tokens, self.max_model_len

@@ -59,21 +59,35 @@ class RowMaker:
             None if request.is_prefilled else self._prefill(request, extras, output),
         )
 
-    def add_row(self, member: PlainMember, builder: MessageBuilder, width: int) -> bool:
-        """Put the next output of a request into a message; whether it was the last.
+    def sample(self, member: PlainMember, width: int, count: int | None = None) -> None:
+        """Put the next tokens of a request into its output; a vector is there already.
 
         Args:
           member: Its prefill must be over.
-          builder: Of the message.
           width: Columns of log probabilities, if the request wants any.
+          count: How many tokens, if it is not the usual number.
         """
         request, output = member.request, member.output
         extras = request.extras or _NO_EXTRAS
-        output.trace_headers = extras.trace_headers
-        if extras.pooling is None:
-            self._give_tokens(member, extras, width)
-        else:
+        if extras.pooling is not None:
             output.finish_reason = FinishReason.STOP
+            return
+        first = member.emitted
+        count = min(count or self._chunk_size, request.end - first)
+        tokens = request.tokens(self._source, first, count)
+        output.new_token_ids = tokens
+        if member.width:
+            output.new_logprobs = self._logprobs.sample(
+                request.key, first, tokens, width, extras.logprob_token_ids
+            )
+        member.emitted += count
+        if member.emitted == request.end:
+            output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
+
+    def add_row(self, member: PlainMember, builder: MessageBuilder) -> bool:
+        """Put the output of a request into a message, once it has tokens; whether it was the last."""
+        request, output = member.request, member.output
+        output.trace_headers = (request.extras or _NO_EXTRAS).trace_headers
         if request.events:
             output.events = [EngineCoreEvent(kind, time) for kind, time in request.events]
             request.events = None
@@ -84,20 +98,6 @@ class RowMaker:
         builder.finished.append(request.request_id)
         request.emitted = member.emitted
         return True
-
-    def _give_tokens(self, member: PlainMember, extras: Extras, width: int) -> None:
-        request, output = member.request, member.output
-        first = member.emitted
-        count = min(self._chunk_size, request.end - first)
-        tokens = request.tokens(self._source, first, count)
-        output.new_token_ids = tokens
-        if member.width:
-            output.new_logprobs = self._logprobs.sample(
-                request.key, first, tokens, width, extras.logprob_token_ids
-            )
-        member.emitted += count
-        if member.emitted == request.end:
-            output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
 
     def _prefill(self, request: Request, extras: Extras, output: EngineCoreOutput) -> Iterator[int]:
         """Put into an output what is told of the prompt, in slices."""
@@ -190,7 +190,8 @@ class PlainBatch:
                 numbers += LOGPROBS_COST + self._width * self._chunk_size
             before = member.emitted
             builder = builder_for(member.request.client_index)
-            if self._maker.add_row(member, builder, self._width):
+            self._maker.sample(member, self._width)
+            if self._maker.add_row(member, builder):
                 finished.append(member.request)
                 self.remove(member.request)
             self.tokens_made += member.emitted - before

@@ -1,7 +1,8 @@
-"""`Spread`: a normal distribution with its ends cut off, drawn from hashes."""
+"""Distributions drawn from hashes: `Spread` of lengths and times, `Acceptance` of draft tokens."""
 
 from __future__ import annotations
 
+import math
 from statistics import NormalDist
 
 import attrs
@@ -11,6 +12,8 @@ from trio_vllm.mock.content import hash_at
 
 _SALT = 1 << 42
 """Keeps the bits that spreads are drawn from apart from those of tokens."""
+_ACCEPTANCE = 1 << 44
+"""The position from which on it is drawn how many draft tokens are accepted."""
 _NORMAL = NormalDist()
 
 
@@ -33,3 +36,18 @@ class Spread:
         most = MAX_DEVIATION * self.mean
         drawn = self.deviation * _NORMAL.inv_cdf(share_at(key, position))
         return self.mean + min(most, max(-most, drawn))
+
+
+@attrs.frozen
+class Acceptance:
+    """How many draft tokens of a step the model agrees with."""
+
+    rate: float
+    """The probability that it does with one, if it did with those before."""
+
+    def draw(self, key: int, position: int, num_drafts: int) -> int:
+        """The number at one position of a request."""
+        if not 0 < self.rate < 1:
+            return num_drafts if self.rate else 0
+        share = share_at(key, _ACCEPTANCE + position)
+        return min(num_drafts, int(math.log(share) / math.log(self.rate)))
