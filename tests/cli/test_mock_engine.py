@@ -201,6 +201,9 @@ def test_profiles_hold_where_nothing_else_is_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tokens", "reason"),
     [
+        (["--tokenizer", "/nowhere"], "--tokenizer. "),
+        (["--num-speculative-tokens", "2", "--acceptance-rate", "2"], "--acceptance-rate"),
+        (["--acceptance-rate", "0.5"], "takes num_speculative_tokens"),
         (
             ["--output", "song"],
             "--output. Must be one of random, prompt, echo or a file of answers",

@@ -58,10 +58,13 @@ class Ending:
     stop_reason: int | str | None = None
     last_token: int | None = None
     """In the place of what would be the last token."""
+    is_fixed: bool = False
+    """Whether nothing can follow, so that it is the same with ``min_tokens``."""
 
     def after(self, min_tokens: int) -> Ending:
         """The ending of a request that is not to stop before it has so many tokens."""
-        if self.reason is not FinishReason.STOP or self.length > min_tokens:
+        is_later = self.length > min_tokens
+        if is_later or self.is_fixed or self.reason is not FinishReason.STOP:
             return self
         return attrs.evolve(self, length=min_tokens + 1)
 
@@ -87,6 +90,8 @@ class Answer:
     """Draws tokens, if none are given, and in any case log probabilities and times."""
     given: RequestTokens | None = None
     ending: Ending | None = None
+    fault: str | None = None
+    """Why it is refused instead."""
 
 
 class Answers(Protocol):

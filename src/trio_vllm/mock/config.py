@@ -7,10 +7,12 @@ module imports attrs alone, so that showing the help costs no more.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -172,6 +174,16 @@ def _output(value: Any) -> str | None:
     return None
 
 
+@Check
+def _tokenizer(value: Any) -> str | None:
+    if value is None:
+        return None
+    if importlib.util.find_spec("llguidance") is None:
+        return "takes the package llguidance: install trio-vllm[structured]"
+    is_there = (Path(value) / "tokenizer.json").is_file()
+    return None if is_there else "must be a folder with a tokenizer.json"
+
+
 @attrs.frozen(kw_only=True)
 class KvEventsConfig:
     """Where KV-cache events are published: upstream's class of this name, with its defaults."""
@@ -264,6 +276,9 @@ class MockEngineConfig:
     max_tokens still holds. 0 is up to max_tokens."""
     output_tokens_std_dev: float = attrs.field(default=0.0, validator=_length, metadata=TOKENS)
     """Its standard deviation, at most 30 % of it; no length differs by more than 70 %."""
+    tokenizer: str | None = attrs.field(default=None, validator=_tokenizer, metadata=TOKENS)
+    """The folder of a model, with its tokenizer.json: let structured outputs match what is asked for.
+    Takes the extra trio-vllm[structured]."""
     embedding_size: int = attrs.field(
         default=64, validator=_integer(1, MAX_VECTOR_SIZE), metadata=TOKENS
     )

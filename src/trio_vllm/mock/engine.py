@@ -21,7 +21,7 @@ import attrs
 from trio_vllm.errors import DecodeError
 from trio_vllm.mock.answer_file import FileAnswers, read_answer_file
 from trio_vllm.mock.answers import Answers, EchoAnswers, PromptAnswers, RandomAnswers
-from trio_vllm.mock.config import MockEngineConfig
+from trio_vllm.mock.config import OUTPUTS, MockEngineConfig
 from trio_vllm.mock.content import TokenSource
 from trio_vllm.mock.encoding import (
     COORDINATOR,
@@ -91,7 +91,22 @@ def ready_response(
 
 
 def answers_of(config: MockEngineConfig, engine_index: int) -> Answers:
-    """The answers that the options ask for."""
+    """The answers that the options ask for.
+
+    Raises:
+      ConfigurationError: A file that they name cannot be read.
+    """
+    answers = _answers_of(config, engine_index)
+    if config.tokenizer is None:
+        return answers
+    # An extra package that it imports takes its time.
+    from trio_vllm.mock.structured import StructuredAnswers, load_vocabulary  # noqa: PLC0415
+
+    keeps_given = config.output not in OUTPUTS
+    return StructuredAnswers(load_vocabulary(config.tokenizer), answers, keeps_given)
+
+
+def _answers_of(config: MockEngineConfig, engine_index: int) -> Answers:
     lengths = Spread(config.output_tokens_mean, config.output_tokens_std_dev)
     kind = PromptAnswers if config.output == "prompt" else RandomAnswers
     drawn = kind(config.seed, engine_index, lengths)

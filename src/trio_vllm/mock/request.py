@@ -134,6 +134,8 @@ class RequestFactory:
         if fault is not None:
             return Refusal(fault)
         answer = self._answer(wire, emitted)
+        if answer.fault is not None:
+            return Refusal(answer.fault)
         request = Request(
             request_id=wire.request_id,
             client_index=wire.client_index,
