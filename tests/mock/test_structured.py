@@ -12,6 +12,7 @@ import pytest
 from tests.mock.driver import Driver, drive
 
 from trio_vllm import ConfigurationError, GenerateRequest, SamplingParams, StructuredOutputsParams
+from trio_vllm.cli.mock_engine import main
 from trio_vllm.mock import MockEngineConfig
 from trio_vllm.protocol import FinishReason
 from trio_vllm.testing import mock_llm
@@ -233,3 +234,13 @@ def test_a_tokenizer_that_does_not_parse_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigurationError, match=r"tokenizer\.json cannot be read"):
         drive(tokenizer=str(tmp_path))
+
+
+@needs_llguidance
+def test_the_command_reads_the_tokenizer_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It does not wait for a frontend to find that it cannot."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert main(["--tokenizer", str(tmp_path)]) == 2
+    assert "tokenizer.json cannot be read" in capsys.readouterr().err

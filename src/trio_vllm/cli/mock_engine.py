@@ -53,9 +53,12 @@ async def run(
       debug: Print the traceback of a failure.
     """
     from trio_vllm.cli.mock_processes import run_mock_engines
+    from trio_vllm.mock import load_vocabulary
 
     # ``config`` was read by the app.
     given = MockOptions.of(processes=processes, like=like, profile=profile, debug=debug, **options)
+    if given.engine.tokenizer is not None:
+        load_vocabulary(given.engine.tokenizer)  # wrong usage if it cannot be read
     return await run_mock_engines(given)
 
 

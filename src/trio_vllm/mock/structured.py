@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Mask = npt.NDArray[np.bool_]
 
-MAX_TOKENS = 4096
+MAX_TOKENS = 2048
 """How long a structured output becomes; it is made when its request comes."""
 PATIENT, IMPATIENT = 8, 64
 """Tokens before what closes something becomes likely, and before it is certain."""
@@ -94,7 +94,9 @@ class Vocabulary:
 
 @functools.cache
 def load_vocabulary(folder: str) -> Vocabulary:
-    """The vocabulary of a model's folder; once in a process, since it takes seconds.
+    """The vocabulary of a model's folder for ``MockEngineConfig.tokenizer``.
+
+    It is loaded once in a process, since that takes seconds. `serve_mock_engines` does so at its start.
 
     Raises:
       ConfigurationError: There is no ``tokenizer.json`` that can be read.
@@ -164,7 +166,7 @@ def tags_of(params: StructuredOutputsParams) -> tuple[str, list[str]]:
             for tag in given["structures"]
         ]
         return StructTag.to_grammar(tags), [tag.begin for tag in tags]
-    except (KeyError, TypeError, StopIteration, AssertionError) as error:
+    except (KeyError, TypeError, AttributeError, StopIteration, AssertionError) as error:
         raise ValueError(f"structural tags that guidance does not know: {error!r}") from None
 
 
