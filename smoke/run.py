@@ -53,6 +53,7 @@ PEER_CHECKS = {
     "rust_frontend": REFERENCE,
     "metrics": REFERENCE,
     "restart": REFERENCE,
+    "schedules": REFERENCE,
 }
 """The checks with real peers, and the versions of vLLM that each runs with unless told otherwise."""
 

@@ -215,6 +215,16 @@ def test_profiles_hold_where_nothing_else_is_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tokens", "reason"),
     [
+        (["--tokenizer", "/nowhere"], "--tokenizer. "),
+        (["--num-speculative-tokens", "2", "--acceptance-rate", "2"], "--acceptance-rate"),
+        (["--acceptance-rate", "0.5"], "takes num_speculative_tokens"),
+        (
+            ["--output", "song"],
+            "--output. Must be one of random, prompt, echo or a file of answers",
+        ),
+        (["--output-tokens-mean", "0.5"], "Must be 0 or at least 1"),
+        (["--output-tokens-mean", "9", "--output-tokens-std-dev", "5"], "is more than 30%"),
+        (["--output-tokens-mean", "9", "--output", "echo"], "contradicts output echo"),
         (["--like", "nothing"], "no profile 'nothing'"),
         (["--like", "a", "--profile", "b"], "exclude each other"),
         (["--profile", "/nowhere/at/all.toml"], "cannot be read"),
@@ -258,6 +268,20 @@ def test_wrong_usage(
 ) -> None:
     """One line, exit code 2."""
     assert reason in refused(capsys, *tokens)
+
+
+def test_a_file_of_answers_is_read_at_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """So that the line that does not parse is told before anything starts."""
+    path = tmp_path / "answers.jsonl"
+    path.write_text('{"length": 1}\n{"length": "long"}\n')
+    reason = refused(capsys, "--output", str(path))
+
+    assert "--output" in reason
+    assert f"{path}, line 2: length must be an integer of at least 1, got 'long'" in reason
+    path.write_text('{"length": 1}\n')
+    assert parsed("--output", str(path)).engine.output == str(path)
 
 
 def test_other_sources_of_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

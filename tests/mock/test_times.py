@@ -10,7 +10,7 @@ from trio_vllm.errors import ConfigurationError
 from trio_vllm.mock import MockEngineConfig
 from trio_vllm.mock.config import parse_duration
 from trio_vllm.mock.events import PaceLost
-from trio_vllm.mock.times import Spread
+from trio_vllm.mock.spread import Spread
 
 START = 1000.0
 

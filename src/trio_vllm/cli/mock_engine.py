@@ -22,8 +22,8 @@ app = new_app(
     "vllm serve MODEL --data-parallel-size-local 0 --data-parallel-address 127.0.0.1"
     " --data-parallel-rpc-port 29550\n\n"
     "For four engines, add --data-parallel-size 4 there and --engine-count 4 here.\n\n"
-    "It does not validate: sampling parameters, structured outputs, token ids of prompts and"
-    " multimodal data are accepted as they are, and have no effect on the tokens.\n\n"
+    "It does not validate: sampling parameters, structured outputs (without --tokenizer), token ids"
+    " of prompts and multimodal data are accepted as they are, and have no effect on the tokens.\n\n"
     "Options are also read from the environment (MOCK_ENGINE_SEED=7) and from a TOML file"
     " (--config). Exit codes: 0 stopped by SIGINT or SIGTERM, 1 failed, 2 wrong usage.",
 )
@@ -60,10 +60,13 @@ async def run(
       debug: Print the traceback of a failure.
     """
     from trio_vllm.cli.mock_processes import run_mock_engines
+    from trio_vllm.mock import load_vocabulary
 
     # ``config`` was read by the app.
     own = {"metrics_port": metrics_port, "metrics_host": metrics_host, "live": live, "debug": debug}
     given = MockOptions.of(processes=processes, like=like, profile=profile, **own, **options)
+    if given.engine.tokenizer is not None:
+        load_vocabulary(given.engine.tokenizer)  # wrong usage if it cannot be read
     return await run_mock_engines(given)
 
 

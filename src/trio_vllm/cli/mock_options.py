@@ -61,7 +61,13 @@ SPECIAL = {
 }
 """What cannot be told from a field."""
 
-NUMBERS = {"time_factor_under_load", "time_scale"}
+NUMBERS = {
+    "acceptance_rate",
+    "time_factor_under_load",
+    "time_scale",
+    "output_tokens_mean",
+    "output_tokens_std_dev",
+}
 """Options that are no durations."""
 
 HIDDEN = {"enable_sleep_mode"}

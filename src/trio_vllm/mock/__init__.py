@@ -28,4 +28,5 @@ if TYPE_CHECKING or not install_lazy_importer(__name__):
     from trio_vllm.mock.serve import serve_mock_engines as serve_mock_engines
     from trio_vllm.mock.states import EngineState as EngineState
     from trio_vllm.mock.states import EngineStates as EngineStates
+    from trio_vllm.mock.structured import load_vocabulary as load_vocabulary
     from trio_vllm.mock.transfers import TransferHub as TransferHub

@@ -7,10 +7,12 @@ module imports attrs alone, so that showing the help costs no more.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -139,6 +141,12 @@ def _scale(value: Any) -> str | None:
 
 
 @Check
+def _share(value: Any) -> str | None:
+    is_fine = isinstance(value, int | float) and 0 <= value <= 1
+    return None if is_fine else "must be from 0 to 1"
+
+
+@Check
 def _positive_seconds(value: Any) -> str | None:
     return None if isinstance(value, int | float) and value > 0 else "must be more than 0"
 
@@ -165,6 +173,39 @@ def _address(value: Any) -> str | None:
 def _tasks(value: Any) -> str | None:
     unknown = [task for task in value if task not in TASKS]
     return f"has an unknown task {unknown[0]!r}" if unknown else None
+
+
+@Check
+def _length(value: Any) -> str | None:
+    is_fine = isinstance(value, int | float) and (value == 0 or 1 <= value <= MAX_COUNT)
+    return None if is_fine else "must be 0 or at least 1"
+
+
+OUTPUTS = ("random", "prompt", "echo")
+
+
+@Check
+def _output(value: Any) -> str | None:
+    if value in OUTPUTS:
+        return None
+    # Only a file needs it, and it imports numpy.
+    from trio_vllm.mock.answer_file import read_answer_file  # noqa: PLC0415
+
+    try:
+        read_answer_file(value)
+    except ConfigurationError as error:
+        return f"must be one of {', '.join(OUTPUTS)} or a file of answers ({error})"
+    return None
+
+
+@Check
+def _tokenizer(value: Any) -> str | None:
+    if value is None:
+        return None
+    if importlib.util.find_spec("llguidance") is None:
+        return "takes the package llguidance: install trio-vllm[structured]"
+    is_there = (Path(value) / "tokenizer.json").is_file()
+    return None if is_there else "must be a folder with a tokenizer.json"
 
 
 @attrs.frozen(kw_only=True)
@@ -250,6 +291,18 @@ class MockEngineConfig:
     stop_at_eos: bool = attrs.field(default=False, metadata=TOKENS)
     """Let a request's end-of-text token end it when it is drawn. Off, lengths are exact. Stop
     tokens that a request names always end it."""
+    output: str = attrs.field(default="random", validator=_output, metadata=TOKENS)
+    """random: tokens depend on the request id; prompt: on the prompt and the request's seed, greedy
+    ones on the prompt alone; echo: they are the prompt's, which then ends; else a file of JSON lines
+    with the answers."""
+    output_tokens_mean: float = attrs.field(default=0.0, validator=_length, metadata=TOKENS)
+    """How many tokens a request has that names an end-of-text token, which ends it, on average;
+    max_tokens still holds. 0 is up to max_tokens."""
+    output_tokens_std_dev: float = attrs.field(default=0.0, validator=_length, metadata=TOKENS)
+    """Its standard deviation, at most 30 % of it; no length differs by more than 70 %."""
+    tokenizer: str | None = attrs.field(default=None, validator=_tokenizer, metadata=TOKENS)
+    """The folder of a model, with its tokenizer.json: let structured outputs match what is asked for.
+    Takes the extra trio-vllm[structured]."""
     embedding_size: int = attrs.field(
         default=64, validator=_integer(1, MAX_VECTOR_SIZE), metadata=TOKENS
     )
@@ -327,6 +380,13 @@ class MockEngineConfig:
     """Publish which blocks are cached and evicted; vLLM's JSON, such as
     {"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557", "topic": "kv-events"}. Each
     further engine has the next port."""
+    num_speculative_tokens: int = attrs.field(
+        default=0, validator=_integer(0, 256), metadata=SCHEDULING
+    )
+    """Draft tokens of a request that are verified in each step: speculative decoding."""
+    acceptance_rate: float = attrs.field(default=0.7, validator=_share, metadata=SCHEDULING)
+    """The probability that a draft token is accepted, if those before it were. Each step gives the
+    accepted ones and one more."""
     enable_logging_iteration_details: bool = attrs.field(default=False, metadata=SCHEDULING)
     """Tell in the statistics how many tokens of prompts and outputs each step computed."""
 
@@ -423,6 +483,8 @@ class MockEngineConfig:
             raise ConfigurationError(
                 "kv_lease_duration contradicts pd_role decode, which keeps none"
             )
+        for fault in self._contradictions_in_content():
+            raise ConfigurationError(fault)
         if self.is_scheduled:
             for fault in self._contradictions():
                 raise ConfigurationError(fault)
@@ -484,12 +546,9 @@ class MockEngineConfig:
 
     def _contradictions(self) -> Iterator[str]:
         yield from self._contradictions_in_schedule()
+        yield from self._contradictions_in_speculation()
         for deviation, mean in DEVIATIONS.items():
-            if getattr(self, deviation) > MAX_STD_DEV * getattr(self, mean):
-                yield (
-                    f"{deviation} {getattr(self, deviation)} is more than {MAX_STD_DEV:.0%} of {mean}"
-                    f" {getattr(self, mean)}"
-                )
+            yield from self._contradictions_in_deviation(deviation, mean)
         of_steps, of_requests = self._given(STEP_TIME), self._times_of_requests
         if self.step_interval:
             of_steps.append("step_interval")
@@ -498,6 +557,25 @@ class MockEngineConfig:
                 f"{of_requests[0]} is a time of a request, and {of_steps[0]} one of a step: there can"
                 " be one kind only"
             )
+
+    def _contradictions_in_content(self) -> Iterator[str]:
+        yield from self._contradictions_in_deviation("output_tokens_std_dev", "output_tokens_mean")
+        if self.output == "echo" and self.output_tokens_mean:
+            yield "output_tokens_mean contradicts output echo, which is as long as the prompt"
+
+    def _contradictions_in_deviation(self, deviation: str, mean: str) -> Iterator[str]:
+        if getattr(self, deviation) > MAX_STD_DEV * getattr(self, mean):
+            yield (
+                f"{deviation} {getattr(self, deviation)} is more than {MAX_STD_DEV:.0%} of {mean}"
+                f" {getattr(self, mean)}"
+            )
+
+    def _contradictions_in_speculation(self) -> Iterator[str]:
+        if self.num_speculative_tokens and (given := self._given(REQUEST_TIME)):
+            yield f"num_speculative_tokens takes times of a step, and {given[0]} is one of a request"
+        default = attrs.fields(MockEngineConfig).acceptance_rate.default
+        if self.acceptance_rate != default and not self.num_speculative_tokens:
+            yield "acceptance_rate takes num_speculative_tokens"
 
     def _contradictions_in_schedule(self) -> Iterator[str]:
         budget, length = self.max_num_batched_tokens, self.max_model_len

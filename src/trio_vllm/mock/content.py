@@ -77,7 +77,7 @@ class TokenSource:
     """
 
     def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._factor = np.uint64(vocab_size)
         self._multiples: U64 = _STEP * np.arange(_TILE, dtype=np.uint64)
         self._room: U64 = np.empty((2, _TILE), np.uint64)
@@ -107,7 +107,7 @@ class TokenSource:
     def draw(self, key: int, first: int, count: int) -> list[int]:
         """The ``count`` tokens from position ``first`` on of one request."""
         if count <= _FEW:
-            size, positions = self._vocab_size, range(first, first + count)
+            size, positions = self.vocab_size, range(first, first + count)
             return [(hash_at(key, position) >> 32) * size >> 32 for position in positions]
         out = np.empty((1, count), np.uint64)
         self.fill(out, np.array([key], np.uint64), np.array([first], np.uint64))
@@ -250,6 +250,8 @@ class LogprobModel:
         ids[:, 0], values[:, 0] = chosen, self._logprobs(ranks)
         steps = (columns - ranks[:, None]) * self._stride
         ids[:, 1:filled] = (chosen[:, None] + steps) % self._size
+        if chosen.size and chosen.max() >= self._size:  # one that was given
+            np.copyto(ids[:, 1:filled], chosen[:, None], "same_kind", steps == 0)
         values[:, 1:filled] = self._logprobs(columns)
         ids[:, filled:], values[:, filled:] = 0, -math.inf
         made.ranks[:] = ranks + 1

@@ -275,9 +275,13 @@ class TokenCells:
         return 1 + self.dtype.itemsize
 
     def pack(self, tokens: Sequence[int]) -> bytes:
-        """An array of token ids."""
+        """An array of token ids; the last may be one that the vocabulary does not have."""
         size = self.dtype.itemsize
-        cells = [self.mark + token.to_bytes(size, "big") for token in tokens]
+        limit = 1 << 8 * size
+        cells = [
+            self.mark + token.to_bytes(size, "big") if token < limit else pack_u32(token)
+            for token in tokens
+        ]
         return pack_array_header(len(cells)) + b"".join(cells)
 
     def blank(self, count: int) -> bytes:
@@ -341,8 +345,12 @@ def row_with(
     return b"".join(parts)
 
 
-def _pack_end(reason: FinishReason, stop_reason: int | None) -> bytes:
-    return bytes((reason,)) + (NIL if stop_reason is None else pack_u32(stop_reason))
+def _pack_end(reason: FinishReason, stop_reason: int | str | None) -> bytes:
+    if stop_reason is None:
+        packed = NIL
+    else:
+        packed = pack_str(stop_reason) if isinstance(stop_reason, str) else pack_u32(stop_reason)
+    return bytes((reason,)) + packed
 
 
 def _pack_events(events: Sequence[tuple[EventType, float]]) -> bytes:

@@ -19,7 +19,9 @@ from collections.abc import Iterable
 import attrs
 
 from trio_vllm.errors import DecodeError
-from trio_vllm.mock.config import MockEngineConfig
+from trio_vllm.mock.answer_file import FileAnswers, read_answer_file
+from trio_vllm.mock.answers import Answers, EchoAnswers, PromptAnswers, RandomAnswers
+from trio_vllm.mock.config import OUTPUTS, MockEngineConfig
 from trio_vllm.mock.connector import Connector, Fetched
 from trio_vllm.mock.content import TokenSource
 from trio_vllm.mock.deaths import Death, Deaths, Situation, Thread
@@ -35,6 +37,7 @@ from trio_vllm.mock.kv_events import KvCacheEvent
 from trio_vllm.mock.late_interaction import LateQueries
 from trio_vllm.mock.request import Refusal, Request, RequestFactory
 from trio_vllm.mock.simulated import SimulatedScheduler, simulated_scheduler
+from trio_vllm.mock.spread import Spread
 from trio_vllm.mock.unlimited import Counts, UnlimitedScheduler
 from trio_vllm.mock.utilities import EngineControl, RequestAction
 from trio_vllm.protocol import (
@@ -89,6 +92,33 @@ def ready_response(
         kv_cache_size_tokens=config.kv_cache_size_tokens,
         enable_sleep_mode=config.enable_sleep_mode,
     )
+
+
+def answers_of(config: MockEngineConfig, engine_index: int) -> Answers:
+    """The answers that the options ask for.
+
+    Raises:
+      ConfigurationError: A file that they name cannot be read.
+    """
+    answers = _answers_of(config, engine_index)
+    if config.tokenizer is None:
+        return answers
+    # An extra package that it imports takes its time.
+    from trio_vllm.mock.structured import StructuredAnswers, load_vocabulary  # noqa: PLC0415
+
+    keeps_given = config.output not in OUTPUTS
+    return StructuredAnswers(load_vocabulary(config.tokenizer), answers, keeps_given)
+
+
+def _answers_of(config: MockEngineConfig, engine_index: int) -> Answers:
+    lengths = Spread(config.output_tokens_mean, config.output_tokens_std_dev)
+    kind = PromptAnswers if config.output == "prompt" else RandomAnswers
+    drawn = kind(config.seed, engine_index, lengths)
+    if config.output in {"random", "prompt"}:
+        return drawn
+    if config.output == "echo":
+        return EchoAnswers(drawn)
+    return FileAnswers(read_answer_file(config.output), drawn)
 
 
 def data_parallel_size(init: HandshakeInit, default: int) -> int:
@@ -280,7 +310,8 @@ class MockEngine:
         self._has_coordinator = has_coordinator
         source = TokenSource(config.vocab_size)
         self._connector = connector = Connector.of(config, engine_index)
-        self._factory = RequestFactory(engine_index, config, source, connector)
+        answers = answers_of(config, engine_index)
+        self._factory = RequestFactory(config, source, answers, connector)
         self._scheduler: UnlimitedScheduler | SimulatedScheduler = (
             simulated_scheduler(config, source, fast_path=fast_path, connector=connector)
             if config.is_scheduled

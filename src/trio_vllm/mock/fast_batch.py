@@ -339,9 +339,11 @@ class ClientBatch:
             count = request.end - request.emitted
             count -= (self.step_count - member.joined_step) * self._chunk_size
             id_and_tokens = member.block.row(member.slot)[1:]
-            if count < self._chunk_size:
-                tokens = self._cells.pack(member.block.tokens(member.slot, count))
-                id_and_tokens = id_and_tokens[: -len(self._blank_tokens)] + tokens
+            last = request.last_token
+            if count < self._chunk_size or last is not None:
+                tokens = member.block.tokens(member.slot, count)
+                tokens[-1] = tokens[-1] if last is None else last
+                id_and_tokens = id_and_tokens[: -len(self._blank_tokens)] + self._cells.pack(tokens)
             member.block.remove(member)
             del self._members[request.request_id]
             self._add_last_row(id_and_tokens, request, builder)
@@ -363,7 +365,7 @@ class ClientBatch:
             head = pack_str(request.request_id)
             left = request.end - request.emitted
             if left <= self._chunk_size:
-                tokens = self._source.draw(request.key, request.emitted, left)
+                tokens = request.tokens(self._source, request.emitted, left)
                 self._add_last_row(head + self._cells.pack(tokens), request, builder)
                 self.tokens_made += left
                 finished.append(request)
@@ -445,7 +447,7 @@ class FastBatch:
 
     def accepts(self, request: Request) -> bool:
         """Whether a request can take this path."""
-        return request.extras is None and len(request.request_id) * 4 < self._room
+        return not request.is_plain and len(request.request_id) * 4 < self._room
 
     def steady_step(self, template: MessageTemplate, now: float) -> list[Outgoing] | None:
         """Make the next step if it is steady; its messages, or None if it is not."""

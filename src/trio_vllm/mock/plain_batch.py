@@ -51,7 +51,6 @@ class RowMaker:
 
     def __init__(self, config: MockEngineConfig, source: TokenSource) -> None:
         self._source = source
-        self._vocab_size = config.vocab_size
         self._chunk_size = config.output_token_chunk_size
         self._pooler = Pooler(config.embedding_size, config.num_labels)
         self._logprobs = LogprobModel(config.vocab_size)
@@ -68,43 +67,22 @@ class RowMaker:
             None if request.is_prefilled else self._prefill(request, extras, output),
         )
 
-    def add_row(self, member: PlainMember, builder: MessageBuilder, width: int) -> bool:
-        """Put the next output of a request into a message; whether it was the last.
+    def sample(self, member: PlainMember, width: int, count: int | None = None) -> None:
+        """Put the next tokens of a request into its output; a vector is there already.
 
         Args:
           member: Its prefill must be over.
-          builder: Of the message.
           width: Columns of log probabilities, if the request wants any.
+          count: How many tokens, if it is not the usual number.
         """
         request, output = member.request, member.output
         extras = request.extras or _NO_EXTRAS
-        output.trace_headers = extras.trace_headers
-        if extras.pooling is None:
-            self._give_tokens(member, extras, width)
-        else:
+        if extras.pooling is not None:
             output.finish_reason = FinishReason.STOP
-        if request.events:
-            output.events = [EngineCoreEvent(kind, time) for kind, time in request.events]
-            request.events = None
-        builder.outputs.append(output)
-        if output.finish_reason is None:
-            member.output = EngineCoreOutput(request.request_id)
-            return False
-        builder.finished.append(request.request_id)
-        request.emitted = member.emitted
-        return True
-
-    def _give_tokens(self, member: PlainMember, extras: Extras, width: int) -> None:
-        request, output = member.request, member.output
+            return
         first = member.emitted
-        count = min(self._chunk_size, request.end - first)
-        if extras.trace is not None:
-            start = first - extras.trace_from
-            tokens = list(extras.trace[start : start + count])
-        else:
-            tokens = self._source.draw(request.key, first, count)
-        if first < extras.unmasked_from and extras.masked_token_ids:
-            tokens = _unmasked(tokens, first, extras, self._vocab_size)
+        count = min(count or self._chunk_size, request.end - first)
+        tokens = request.tokens(self._source, first, count)
         output.new_token_ids = tokens
         if member.width:
             output.new_logprobs = self._logprobs.sample(
@@ -113,8 +91,23 @@ class RowMaker:
         member.emitted += count
         if member.emitted == request.end:
             output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
-            if request.transfer is not None:
-                output.kv_transfer_params = request.transfer.answer
+
+    def add_row(self, member: PlainMember, builder: MessageBuilder) -> bool:
+        """Put the output of a request into a message, once it has tokens; whether it was the last."""
+        request, output = member.request, member.output
+        output.trace_headers = (request.extras or _NO_EXTRAS).trace_headers
+        if request.events:
+            output.events = [EngineCoreEvent(kind, time) for kind, time in request.events]
+            request.events = None
+        builder.outputs.append(output)
+        if output.finish_reason is None:
+            member.output = EngineCoreOutput(request.request_id)
+            return False
+        if request.transfer is not None:
+            output.kv_transfer_params = request.transfer.answer
+        builder.finished.append(request.request_id)
+        request.emitted = member.emitted
+        return True
 
     def _pooled(self, request: Request, params: PoolingParams, vectors: Floats) -> Floats:
         """What is answered of the vectors of a prompt: all, the only one, or what they come to."""
@@ -219,7 +212,8 @@ class PlainBatch:
                 numbers += LOGPROBS_COST + self._width * self._chunk_size
             before = member.emitted
             builder = builder_for(member.request.client_index)
-            if self._maker.add_row(member, builder, self._width):
+            self._maker.sample(member, self._width)
+            if self._maker.add_row(member, builder):
                 finished.append(member.request)
                 self.remove(member.request)
             self.tokens_made += member.emitted - before
@@ -258,17 +252,3 @@ def _slices(row_count: int, width: int) -> Iterator[slice]:
     height = max(1, SLICE_NUMBERS // max(1, width))
     for start in range(0, row_count, height):
         yield slice(start, min(start + height, row_count))
-
-
-def _unmasked(tokens: list[int], first: int, extras: Extras, vocab_size: int) -> list[int]:
-    """The tokens, with the next that is allowed in the place of each that must not come yet."""
-    masked = extras.masked_token_ids
-    if len(masked) >= vocab_size:
-        return tokens
-    replaced = []
-    for position, drawn in enumerate(tokens, first):
-        token = drawn
-        while position < extras.unmasked_from and token in masked:
-            token = (token + 1) % vocab_size
-        replaced.append(token)
-    return replaced

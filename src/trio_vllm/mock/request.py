@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import attrs
-import numpy as np
 
+from trio_vllm.mock.answers import MAX_TOKEN, Answer, Answers, Ending, GivenTokens, RequestTokens
 from trio_vllm.mock.block_hashes import PLAIN, CacheScope, MultiModalSpan
 from trio_vllm.mock.config import MockEngineConfig
 from trio_vllm.mock.connector import Connector, KvTransfer, transfer_params
-from trio_vllm.mock.content import Pooler, TokenSource, request_key
+from trio_vllm.mock.content import Pooler, TokenSource
 from trio_vllm.mock.deaths import fails_in_preprocessing, generates
+from trio_vllm.mock.ends import first_repetition, first_stop
 from trio_vllm.mock.kv_cache import BlockTable
 from trio_vllm.mock.late_interaction import LateQuery
 from trio_vllm.mock.scheduled_request import ScheduledRequest
@@ -41,10 +42,6 @@ class Extras:
     masked_token_ids: frozenset[int] = frozenset()
     """Not to be drawn before position ``unmasked_from``."""
     unmasked_from: int = 0
-    trace: Sequence[int] | None = None
-    """Tokens that it gets instead of drawn ones."""
-    trace_from: int = 0
-    """The position of the first of them."""
     pooling: PoolingParams | None = None
     trace_headers: dict[str, str] | None = None
 
@@ -61,7 +58,11 @@ class Request:
     """How many tokens it gets in all."""
     finish_reason: FinishReason = FinishReason.LENGTH
     """Why it will end there."""
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
+    last_token: int | None = None
+    """In the place of the last one, if that is known beforehand: an end-of-text token."""
+    given: RequestTokens | None = None
+    """Gives its tokens, unless they are drawn by its key; such a request takes the plain path."""
     extras: Extras | None = None
     scheduled: ScheduledRequest | None = None
     """What vLLM's scheduler knows of it, if there is one."""
@@ -86,16 +87,31 @@ class Request:
         """Whether it wants a vector instead of tokens."""
         return self.extras is not None and self.extras.pooling is not None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it cannot take the fast path."""
+        return self.extras is not None or self.given is not None
+
+    def tokens(self, source: TokenSource, first: int, count: int) -> list[int]:
+        """Its ``count`` tokens from position ``first`` on."""
+        given, extras, end = self.given, self.extras, self.end
+        tokens = source.draw(self.key, first, count) if given is None else given.draw(first, count)
+        if extras is not None and first < extras.unmasked_from and extras.masked_token_ids:
+            tokens = _unmasked(tokens, first, extras, source.vocab_size)
+        if self.last_token is not None and first < end <= first + count:
+            tokens[end - 1 - first] = self.last_token
+        return tokens
+
     def note(self, event: EventType, now: float) -> None:
         """Record an event for the next output."""
         self.events = [*(self.events or ()), (event, now)]
 
 
+KEEPING = frozenset({FinishReason.LENGTH, FinishReason.STOP})
+"""Ends after which the blocks of a prompt are kept for another engine."""
+
 MAX_NUMBERS = 2**26
 """Log probabilities, or numbers of a vector, in one output: what they take is memory."""
-
-_SCAN = 4096
-"""Tokens looked at together in the search for a stop token."""
 
 
 @attrs.frozen
@@ -110,13 +126,6 @@ class Refusal:
 
 
 @attrs.frozen
-class _End:
-    position: int
-    reason: FinishReason = FinishReason.LENGTH
-    stop_reason: int | None = None
-
-
-@attrs.frozen
 class RequestFactory:
     """Makes a `Request` of what a frontend sends, or a `Refusal`.
 
@@ -124,9 +133,9 @@ class RequestFactory:
     start, also that of a request with stop tokens.
     """
 
-    _engine_index: int
     _config: MockEngineConfig
     _source: TokenSource
+    _answers: Answers
     _connector: Connector | None = None
     _is_scheduled: bool = attrs.field(
         default=attrs.Factory(lambda self: self._config.is_scheduled, takes_self=True), init=False
@@ -143,33 +152,46 @@ class RequestFactory:
         if fault is not None:
             code = None if fails_in_preprocessing(wire) else Refusal.CODE
             return Refusal(fault, code)
+        answer = self._answer(wire, emitted)
+        if answer.fault is not None:
+            return Refusal(answer.fault)
         transfer = None if self._connector is None else self._connector.transfer_of(wire)
         if transfer is not None and self._connector is not None:
             fault = self._connector.fault_of(transfer)
             if fault is not None:
                 return Refusal(fault)
-        key = request_key(self._config.seed, self._engine_index, wire.request_id)
-        end = self._end(key, emitted, prompt_len, wire.sampling_params)
         extras = _extras(wire, emitted, self._config.vocab_size)
         if transfer is not None and extras is None and (transfer.sends or not self._is_scheduled):
             extras = Extras()  # its rows have more than tokens
         scheduled = _scheduled(wire, prompt_len) if self._is_scheduled else None
         if scheduled is not None:
             scheduled.transfer = transfer
-        return Request(
+        request = Request(
             request_id=wire.request_id,
             client_index=wire.client_index,
-            key=key,
+            key=answer.key,
             prompt_len=prompt_len,
-            end=end.position,
-            finish_reason=end.reason,
-            stop_reason=end.stop_reason,
+            end=emitted,
             emitted=emitted,
+            given=answer.given,
             extras=extras,
             scheduled=scheduled,
             is_prefilled_elsewhere=bool(transfer_params(wire).get("do_remote_prefill")),
             transfer=transfer,
         )
+        if wire.sampling_params is not None:
+            self._find_end(request, wire.sampling_params, answer.ending)
+        if transfer is not None and request.finish_reason not in KEEPING:
+            transfer.sends = False
+        return request
+
+    def _answer(self, wire: EngineCoreRequest, emitted: int) -> Answer:
+        answer, params = self._answers.answer(wire, emitted), wire.sampling_params
+        if params is None or not params.trace_decode_token_ids:
+            return answer
+        trace = params.trace_decode_token_ids
+        ending = Ending(len(trace), FinishReason.LENGTH)
+        return Answer(answer.key, GivenTokens(trace, emitted), ending)
 
     def _fault(self, wire: EngineCoreRequest, prompt_len: int) -> str | None:
         config, params = self._config, wire.sampling_params
@@ -219,39 +241,51 @@ class RequestFactory:
             return "prompt_logprob_token_ids must be signed integers in rows"
         return None
 
-    def _end(
-        self, key: int, emitted: int, prompt_len: int, params: EngineCoreSamplingParams | None
-    ) -> _End:
-        """At which position the request ends, and why."""
-        if params is None or params.max_tokens is None:
-            return _End(emitted)
-        config = self._config
-        limit = emitted + min(params.max_tokens, config.max_model_len - prompt_len)
-        if params.trace_decode_token_ids:  # is replayed whatever else would end it
-            return _End(min(limit, emitted + len(params.trace_decode_token_ids)))
-        eos = params.eos_token_id if config.stop_at_eos else None
-        if eos is None and not params.stop_token_ids:
-            return _End(limit)
-        stops = {*(params.stop_token_ids or ()), *(() if eos is None else (eos,))}
-        stops = {token for token in stops if token < config.vocab_size}
-        found = stops and self._first_of(stops, key, emitted + params.min_tokens, limit)
-        if not found:
-            return _End(limit)
-        position, token = found
-        return _End(position + 1, FinishReason.STOP, None if token == eos else token)
+    def _find_end(
+        self, request: Request, params: EngineCoreSamplingParams, ending: Ending | None
+    ) -> None:
+        """Note at which position the request ends, and why."""
+        start, config = request.emitted, self._config
+        limit = min(params.max_tokens or 0, config.max_model_len - request.prompt_len)
+        request.end = start + limit
+        if ending is not None:
+            ending = ending.after(params.min_tokens)
+            if ending.length <= limit:
+                request.end = start + ending.length
+                request.finish_reason, request.stop_reason = ending.reason, ending.stop_reason
+                request.last_token = ending.last_token
+        if not params.trace_decode_token_ids:  # is replayed whatever else would end it
+            self._find_stop(request, params)
+            self._find_repetition(request, params)
 
-    def _first_of(
-        self, tokens: Collection[int], key: int, start: int, stop: int
-    ) -> tuple[int, int] | None:
-        """The first position of a stretch that has one of ``tokens``, and which one."""
-        keys, wanted = np.array([key], np.uint64), np.array(sorted(tokens), np.uint64)
-        for first in range(start, stop, _SCAN):
-            drawn = np.empty((1, min(_SCAN, stop - first)), np.uint64)
-            self._source.fill(drawn, keys, np.array([first], np.uint64))
-            hits = np.flatnonzero(np.isin(drawn[0], wanted))
-            if hits.size:
-                return first + int(hits[0]), int(drawn[0, hits[0]])
-        return None
+    def _find_stop(self, request: Request, params: EngineCoreSamplingParams) -> None:
+        """Let the request end at the first stop token."""
+        size = self._config.vocab_size if request.given is None else MAX_TOKEN + 1
+        eos = params.eos_token_id if self._config.stop_at_eos else None
+        if eos is None and not params.stop_token_ids:
+            return
+        stops = {*(params.stop_token_ids or ()), *(() if eos is None else (eos,))}
+        stops = {token for token in stops if token < size}
+        if not stops:
+            return
+        found = first_stop(request, self._source, stops, request.emitted + params.min_tokens)
+        if found is not None:
+            position, token = found
+            request.end, request.last_token = position + 1, None
+            request.finish_reason = FinishReason.STOP
+            request.stop_reason = None if token == eos else token
+
+    def _find_repetition(self, request: Request, params: EngineCoreSamplingParams) -> None:
+        """Let the request end where it begins to repeat itself."""
+        if params.repetition_detection is None:
+            return
+        count = first_repetition(
+            request, self._source, params.repetition_detection, params.min_tokens
+        )
+        if count is not None:
+            request.end, request.last_token = request.emitted + count, None
+            request.finish_reason = FinishReason.REPETITION
+            request.stop_reason = "repetition_detected"
 
 
 def _too_many(what: str, count: int) -> str | None:
@@ -313,8 +347,7 @@ def _extras(wire: EngineCoreRequest, emitted: int, vocab_size: int) -> Extras | 
     masked = _masked(params, vocab_size) if params.min_tokens else frozenset[int]()
     about_prompt = params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
     about_tokens = params.logprobs is not None or params.logprob_token_ids is not None
-    trace = params.trace_decode_token_ids
-    if not (masked or about_prompt or about_tokens or wire.trace_headers or trace):
+    if not (masked or about_prompt or about_tokens or wire.trace_headers):
         return None
     prompt: Sequence[int] = wire.prompt_token_ids or () if about_prompt else ()
     return Extras(
@@ -325,8 +358,6 @@ def _extras(wire: EngineCoreRequest, emitted: int, vocab_size: int) -> Extras | 
         prompt_token_ids=prompt,
         masked_token_ids=masked,
         unmasked_from=emitted + params.min_tokens,
-        trace=trace or None,
-        trace_from=emitted,
         trace_headers=wire.trace_headers or None,
     )
 
@@ -336,3 +367,17 @@ def _masked(params: EngineCoreSamplingParams, vocab_size: int) -> frozenset[int]
     if params.eos_token_id is not None:
         ids.add(params.eos_token_id)
     return frozenset(token for token in ids if token < vocab_size)
+
+
+def _unmasked(tokens: list[int], first: int, extras: Extras, vocab_size: int) -> list[int]:
+    """The tokens, with the next that is allowed in the place of each that must not come yet."""
+    masked = extras.masked_token_ids
+    if len(masked) >= vocab_size:
+        return tokens
+    replaced = []
+    for position, drawn in enumerate(tokens, first):
+        token = drawn
+        while position < extras.unmasked_from and token in masked:
+            token = (token + 1) % vocab_size
+        replaced.append(token)
+    return replaced

@@ -22,7 +22,7 @@ from trio_vllm.errors import (
 )
 from trio_vllm.mock.config import MockEngineConfig, ServeOptions
 from trio_vllm.mock.deaths import Death
-from trio_vllm.mock.engine import MockEngine, data_parallel_size, ready_response
+from trio_vllm.mock.engine import MockEngine, answers_of, data_parallel_size, ready_response
 from trio_vllm.mock.events import (
     EngineDied,
     LogEntry,
@@ -92,7 +92,7 @@ async def serve_mock_engines(  # noqa: ASYNC128
     Raises:
       EngineDeadError: One engine could not go on, or could not start, which has ended the others.
         Without ``reconnect`` that includes that its frontend has gone or has not come in time.
-      ConfigurationError: ``handshake_address`` is unusable.
+      ConfigurationError: ``handshake_address`` is unusable, or a file that an option names.
       InternalError: An engine crashed.
 
     Cancellation:
@@ -102,6 +102,9 @@ async def serve_mock_engines(  # noqa: ASYNC128
     if config.is_scheduled and config.prefix_caching_hash_seed is None:
         seed = os.environ.get("PYTHONHASHSEED")
         config = attrs.evolve(config, prefix_caching_hash_seed=seed)
+    answers_of(
+        config, options.engine_start_index
+    )  # fails now if it must, and not at the first frontend
     states = EngineStates() if states is None else states
     service = _Service(config, options, limits, shutdown, tap, states, task_status)
     await service.run()

@@ -22,13 +22,20 @@ from trio_vllm.mock.encoding import (
     pack_prefill_stats,
     row_with,
 )
-from trio_vllm.mock.fast_batch import MAX_ROW_LENGTH
 from trio_vllm.mock.kv_cache import KvCache
 from trio_vllm.mock.kv_events import KvCacheEvent
 from trio_vllm.mock.plain_batch import PlainMember, RowMaker
 from trio_vllm.mock.request import Request
 from trio_vllm.mock.scheduled_request import RequestStatus, ScheduledRequest
-from trio_vllm.mock.scheduling import RowExtras, Scheduler, SchedulerConfig, Step
+from trio_vllm.mock.scheduling import (
+    ONE_TOKEN,
+    RowExtras,
+    Sampled,
+    Scheduler,
+    SchedulerConfig,
+    Step,
+)
+from trio_vllm.mock.spread import Acceptance
 from trio_vllm.mock.times import RequestTimes, StepTimes
 from trio_vllm.mock.token_rows import Layout, TokenRows
 from trio_vllm.mock.unlimited import MAX_LAG, Counts, Paused
@@ -44,6 +51,7 @@ def _scheduler_config(config: MockEngineConfig) -> SchedulerConfig:
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         scheduling_policy=config.scheduling_policy,
         max_loras=config.max_loras or None,
+        num_speculative_tokens=config.num_speculative_tokens,
         release=config.release,
     )
 
@@ -114,7 +122,9 @@ class SimulatedScheduler:
         self._resets_at_end = False  # what resets the cache waits for the end of the step
         self._rows = TokenRows(config.vocab_size, source)
         self._maker = RowMaker(config, source)
-        self._fast_path = fast_path
+        # In a slot a request gets one token a step.
+        self._fast_path = fast_path and not config.num_speculative_tokens
+        self._acceptance = Acceptance(config.acceptance_rate)
         self._members: dict[str, _Member] = {}
         self._by_scheduled: dict[ScheduledRequest, _Member] = {}
         self._laid_out: list[ScheduledRequest] | None = None
@@ -177,7 +187,7 @@ class SimulatedScheduler:
         scheduled = request.scheduled
         assert scheduled is not None
         member = _Member(request, scheduled)
-        if self._fast_path and request.extras is None and _is_short(request.request_id):
+        if self._fast_path and self._rows.accepts(request):
             ids: list[int] = scheduled.table.token_ids  # type: ignore[assignment]
             member.slot = self._rows.add(request, ids)
         else:
@@ -290,17 +300,18 @@ class SimulatedScheduler:
         if rows != self._laid_out:
             self._lay_out(rows)
         lasts = [self._rows.advance(share.layout) for share in self._shares]
+        sampled = self._sample_plain(step)
         finished = [
             share.members[place]
             for share, last in zip(self._shares, lasts, strict=True)
             for place in last
         ]
         finished += [member for member in self._plain if _is_last(member)]
-        extras = self._scheduler.update(step, [member.scheduled for member in finished])
+        extras = self._scheduler.update(step, [member.scheduled for member in finished], sampled)
         for share, last in zip(self._shares, lasts, strict=True):
             self._write(share, last, extras, builder_for(share.client_index))
         self._write_plain(extras, builder_for)
-        self.tokens_made += len(rows)
+        self.tokens_made += len(rows) + sum(got.num_delivered - 1 for got in sampled.values())
         if events := self._cache.take_events():
             self._kv_events.append(events)
         self._stats = self._scheduler.make_stats(step)
@@ -355,27 +366,45 @@ class SimulatedScheduler:
         if done < len(share.members):
             builder.add(data[edges[done] :], len(share.members) - done)
 
-    def _write_plain(
-        self,
-        extras: Mapping[ScheduledRequest, RowExtras],
-        builder_for: Callable[[int], MessageBuilder],
-    ) -> None:
+    def _sample_plain(self, step: Step) -> dict[ScheduledRequest, Sampled]:
+        """Give tokens to the rows that are objects; which of them got not just one."""
         width = max((member.plain.width for member in self._plain if member.plain), default=0)
+        sampled: dict[ScheduledRequest, Sampled] = {}
         for member in self._plain:
-            plain, request = member.plain, member.request
+            plain = member.plain
             assert plain is not None
             if plain.prefill is not None:
                 for _ in plain.prefill:
                     pass
                 plain.prefill = None
+            got = self._verify(member.request, plain.emitted, step.drafts.get(member.scheduled))
+            self._maker.sample(plain, width, got.num_delivered)
+            member.scheduled.table.token_ids += plain.output.new_token_ids  # type: ignore[operator]
+            if got is not ONE_TOKEN:
+                sampled[member.scheduled] = got
+        return sampled
+
+    def _verify(self, request: Request, emitted: int, num_drafts: int | None) -> Sampled:
+        """What a request gets that has draft tokens: those accepted and one more."""
+        if not num_drafts:
+            return ONE_TOKEN
+        num_accepted = self._acceptance.draw(request.key, emitted, num_drafts)
+        return Sampled(num_accepted, min(num_accepted + 1, request.end - emitted))
+
+    def _write_plain(
+        self,
+        extras: Mapping[ScheduledRequest, RowExtras],
+        builder_for: Callable[[int], MessageBuilder],
+    ) -> None:
+        for member in self._plain:
+            plain, request = member.plain, member.request
+            assert plain is not None
             events, prefill = _told(extras.get(member.scheduled))
             request.events, plain.output.prefill_stats = list(events), prefill
             if request.transfer is not None and request.transfer.answer and prefill is not None:
                 # The decode side tells its users of these, and not that all was cached for it.
                 request.transfer.answer["remote_prefill_cached_tokens"] = prefill.num_cached_tokens
-            output = plain.output
-            self._maker.add_row(plain, builder_for(request.client_index), width)
-            member.scheduled.table.token_ids += output.new_token_ids  # type: ignore[operator]
+            self._maker.add_row(plain, builder_for(request.client_index))
 
     def pop_kv_events(self) -> list[list[KvCacheEvent]]:
         """What was cached and evicted in each step since this was last called."""
@@ -526,13 +555,8 @@ def simulated_scheduler(
     return kind(config, source, fast_path=fast_path, connector=connector)
 
 
-def _is_short(request_id: str) -> bool:
-    return len(request_id) * 4 < MAX_ROW_LENGTH
-
-
 def _is_last(member: _Member) -> bool:
-    plain, request = member.plain, member.request
-    return plain is not None and (request.is_pooling or plain.emitted + 1 >= request.end)
+    return member.plain is not None and member.plain.output.finish_reason is not None
 
 
 def _told(

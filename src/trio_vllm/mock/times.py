@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from statistics import NormalDist
-
 import attrs
 
-from trio_vllm.mock.config import MAX_DEVIATION, MockEngineConfig
-from trio_vllm.mock.content import hash_at
+from trio_vllm.mock.config import MockEngineConfig
 from trio_vllm.mock.scheduling import Step
-
-_SALT = 1 << 42
-"""Keeps the bits that times are drawn from apart from those of tokens."""
-_NORMAL = NormalDist()
+from trio_vllm.mock.spread import Spread
 
 
 @attrs.frozen
@@ -48,22 +42,6 @@ class StepTimes:
             + self.per_prefill_token * prefill
             + self.per_context_token * step.context_length
         )
-
-
-@attrs.frozen
-class Spread:
-    """A time with a standard deviation, never further from the mean than `MAX_DEVIATION` of it."""
-
-    mean: float
-    deviation: float = 0.0
-
-    def draw(self, key: int, position: int) -> float:
-        """The time at one position of a request."""
-        if not self.deviation:
-            return self.mean
-        share = ((hash_at(key, _SALT + position) >> 11) + 0.5) / 2**53
-        most = MAX_DEVIATION * self.mean
-        return self.mean + min(most, max(-most, self.deviation * _NORMAL.inv_cdf(share)))
 
 
 @attrs.frozen

@@ -21,6 +21,8 @@ from trio_vllm.mock.request import Request
 _WIDTH = 64
 """Tokens drawn ahead for a request."""
 _FIRST_CAPACITY = 64
+MAX_ROW_LENGTH = 4096
+"""Longer rows, that is very long request ids, are made as objects."""
 
 Indices = npt.NDArray[np.intp]
 
@@ -44,6 +46,7 @@ class TokenRows:
         self._source = source
         self._cells = TokenCells.of(vocab_size)
         self._blank = self._cells.blank(1)
+        self._last_tokens: dict[int, int] = {}  # by slot, of those that know theirs
         self._ids: list[list[int]] = []
         """By slot, where tokens go once they are drawn."""
         self._heads: list[bytes] = []
@@ -70,6 +73,12 @@ class TokenRows:
         self._ids += [[]] * (capacity - count)
         self._free += range(capacity - 1, count - 1, -1)
 
+    def accepts(self, request: Request) -> bool:
+        """Whether a request can have a slot: all its tokens must be of one width."""
+        last, is_short = request.last_token, len(request.request_id) * 4 < MAX_ROW_LENGTH
+        fits = last is None or last < 1 << 8 * self._cells.dtype.itemsize
+        return is_short and fits and not request.is_plain
+
     def add(self, request: Request, ids: list[int]) -> int:
         """Give a request a slot; its tokens are appended to ``ids`` some time before they are sent."""
         if not self._free:
@@ -80,12 +89,15 @@ class TokenRows:
         self._columns[slot] = _WIDTH
         self._keys[slot], self._nexts[slot] = request.key, request.emitted
         self._left[slot] = request.end - request.emitted
+        if request.last_token is not None:
+            self._last_tokens[slot] = request.last_token
         return slot
 
     def remove(self, slot: int) -> int:
         """Free a slot; how many tokens its request did not get."""
         self._free.append(slot)
         self._ids[slot] = []
+        self._last_tokens.pop(slot, None)
         return int(self._left[slot])
 
     def lay_out(self, slots: Sequence[int]) -> Layout:
@@ -116,8 +128,17 @@ class TokenRows:
     def _draw(self, slots: Indices) -> None:
         drawn = np.empty((len(slots), _WIDTH), self._cells.dtype)
         self._source.fill(drawn, self._keys[slots], self._nexts[slots])
+        if self._last_tokens:
+            self._put_last_tokens(drawn, slots)
         self._ahead[slots] = drawn
         self._columns[slots] = 0
         self._nexts[slots] += np.uint64(_WIDTH)
         for slot, ids in zip(slots.tolist(), drawn.tolist(), strict=True):
             self._ids[slot] += ids
+
+    def _put_last_tokens(self, drawn: npt.NDArray[Any], slots: Indices) -> None:
+        left = self._left[slots]
+        for row in np.flatnonzero(left <= _WIDTH).tolist():
+            last = self._last_tokens.get(int(slots[row]))
+            if last is not None:
+                drawn[row, left[row] - 1] = last
