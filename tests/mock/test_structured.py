@@ -212,6 +212,19 @@ async def test_an_answer_behind_our_client_parses(folder: Path) -> None:
     check(json.loads(text_of(list(output.token_ids[:-1]))))
 
 
+@needs_llguidance
+def test_a_file_of_answers_may_have_texts(folder: Path, tmp_path: Path) -> None:
+    """In the tokens of the model, and its end of text follows."""
+    path = tmp_path / "answers"
+    path.write_text(json.dumps({"text": "hello world, {}"}))
+    driver = drive(tokenizer=str(folder), output=str(path))
+    driver.add("a", 100, params={"_eos_token_id": EOS})
+    driver.run()
+    *tokens, last = driver.tokens("a")
+    assert text_of(tokens) == "hello world, {}"
+    assert last == EOS
+
+
 def test_without_the_extra_there_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which says what to install."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)

@@ -81,6 +81,11 @@ class Vocabulary:
         self._closers_of_text = [*quotes, *self._closers]
         self._size = size
 
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text; what looks like a special token is one."""
+        tokens: list[int] = self.tokenizer.tokenize_str(text, parse_special=True)
+        return tokens
+
     def closers(self, allowed: Mask) -> list[int]:
         """What closes something, among the tokens that are allowed."""
         is_text = 2 * np.count_nonzero(allowed) > self._size
@@ -267,14 +272,13 @@ class StructuredAnswers:
             grammar = grammar_of(params)
         else:
             grammar, begins = tags_of(params)
-        tokenizer = self._vocabulary.tokenizer
-        matcher = LLMatcher(tokenizer, grammar, log_level=0)
+        matcher = LLMatcher(self._vocabulary.tokenizer, grammar, log_level=0)
         if error := matcher.get_error():
             raise ValueError(error)
         walk = Walk(self._vocabulary, matcher, key)
         if begins:  # a walk by chance would not find a tag
             begin = begins[int(share_at(key, _CHOICE - 1) * len(begins))]
-            walk.take(tokenizer.tokenize_str(begin, parse_special=True))
+            walk.take(self._vocabulary.encode(begin))
         is_whole = walk.go(limit)
         return walk.tokens, is_whole
 
