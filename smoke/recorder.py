@@ -83,7 +83,7 @@ class Scenario:
         self.engine_args = self._settings()
         # Prompts begin with one of these, so that they have blocks in common.
         self._stems = [self._tokens(self._random.randint(20, 120)) for _ in range(3)]
-        self.phases = [self._phase(number) for number in range(3)]
+        self.phases = [self._phase(number) for number in range(2)]
 
     def _settings(self) -> list[str]:
         roll, model_len = self._random, self._model_len
@@ -109,7 +109,7 @@ class Scenario:
 
     def _phase(self, number: int) -> Json:
         is_reset = number > 0 and self._random.random() < 0.4
-        count = self._random.randint(4, 14)
+        count = self._random.randint(4, 10)
         return {
             "before": ["reset_prefix_cache"] if is_reset else None,
             "requests": [self._request() for _ in range(count)],

@@ -416,8 +416,9 @@ def test_the_end_of_text_follows_given_tokens(path: Path) -> None:
         ('{"tokens": []}', "tokens must be"),
         ('{"tokens": [1, true]}', "tokens must be"),
         ('{"tokens": [2147483648]}', "tokens must be"),
-        ('{"tokens": [1], "length": 1}', "either tokens or length"),
-        ("{}", "either tokens or length"),
+        ('{"tokens": [1], "length": 1}', "takes one of tokens, text, length"),
+        ("{}", "takes one of tokens"),
+        ('{"text": 7}', "text must be"),
         ('{"length": 0}', "length must be"),
         ('{"length": 1, "index": -1}', "index must be"),
         ('{"length": 1, "index": 0, "id": "a"}', "exclude each other"),
@@ -434,6 +435,12 @@ def test_a_line_that_does_not_parse_is_named(path: Path, line: str, fault: str) 
         MockEngineConfig(output=str(path))
     assert f"{path}, line 2: " in str(caught.value)
     assert fault in str(caught.value)
+
+
+def test_a_text_takes_a_tokenizer(path: Path) -> None:
+    """Which the line cannot know, but the options together."""
+    with pytest.raises(ConfigurationError, match="takes tokenizer"):
+        MockEngineConfig(output=write(path, {"length": 1}, {"text": "hello"}))
 
 
 def test_a_file_that_is_not_there_is_refused(path: Path) -> None:

@@ -134,6 +134,59 @@ def test_a_structural_tag_is_used(folder: Path) -> None:
         check(json.loads(found[1]))
 
 
+SCHEMA_TAG = {"type": "json_schema", "json_schema": SCHEMA}
+
+
+@needs_llguidance
+@pytest.mark.parametrize(
+    ("tree", "pattern"),
+    [
+        (SCHEMA_TAG, r"\{.*\}"),
+        ({"type": "const_string", "value": 'a "b"'}, 'a "b"'),
+        ({"type": "regex", "pattern": "[0-9]/x"}, "[0-9]/x"),
+        (
+            {
+                "type": "sequence",
+                "elements": [{"type": "const_string", "value": "say "}, SCHEMA_TAG],
+            },
+            r"say \{.*\}",
+        ),
+        (
+            {"type": "or", "elements": [{"type": "const_string", "value": v} for v in "xy"]},
+            "x|y",
+        ),
+        ({"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": ["!"]}, "<t>.*!"),
+        (
+            {"type": "triggered_tags", "tags": [{"begin": "<", "content": SCHEMA_TAG, "end": ">"}]},
+            r"<\{.*\}>",
+        ),
+    ],
+)
+def test_structural_tags_of_the_other_form_match(
+    folder: Path, tree: dict[str, Any], pattern: str
+) -> None:
+    """A tree of parts."""
+    driver = drive(tokenizer=str(folder))
+    tag = json.dumps({"type": "structural_tag", "format": tree})
+    for i in range(5):
+        answer = ask(driver, f"r{i}", structural_tag=tag)
+        assert re.fullmatch(pattern, answer, re.DOTALL), answer
+
+
+@needs_llguidance
+def test_special_tokens_of_a_tag_are_tokens(folder: Path) -> None:
+    """Not what their names are spelled with."""
+    content = {"type": "const_string", "value": "hi"}
+    tree = {"type": "tag", "begin": "<|end|>", "content": content, "end": ""}
+    driver = drive(tokenizer=str(folder))
+    params = {"structured_outputs": {"structural_tag": json.dumps({"format": tree})}}
+    driver.add("a", 100, params=params)
+    driver.run()
+    first, *others = driver.tokens("a")
+    assert first == EOS
+    assert text_of(others) == "hi"
+
+
 @needs_llguidance
 def test_whitespace_can_be_left_out(folder: Path) -> None:
     """Outside of strings."""
@@ -160,7 +213,7 @@ def test_what_is_no_grammar_is_refused(folder: Path) -> None:
     driver = drive(tokenizer=str(folder))
     driver.add("a", params={"structured_outputs": {"regex": "("}})
     driver.add("b", params={"structured_outputs": {"structural_tag": '{"format": {}}'}})
-    for request_id, reason in (("a", "invalid regex"), ("b", "structural tags")):
+    for request_id, reason in (("a", "invalid regex"), ("b", "no structural tag")):
         (output,) = driver.outputs(request_id)
         assert output.finish_reason is FinishReason.ERROR
         assert output.error is not None
@@ -210,6 +263,19 @@ async def test_an_answer_behind_our_client_parses(folder: Path) -> None:
         )
     assert output.token_ids[-1] == EOS
     check(json.loads(text_of(list(output.token_ids[:-1]))))
+
+
+@needs_llguidance
+def test_a_file_of_answers_may_have_texts(folder: Path, tmp_path: Path) -> None:
+    """In the tokens of the model, and its end of text follows."""
+    path = tmp_path / "answers"
+    path.write_text(json.dumps({"text": "hello world, {}"}))
+    driver = drive(tokenizer=str(folder), output=str(path))
+    driver.add("a", 100, params={"_eos_token_id": EOS})
+    driver.run()
+    *tokens, last = driver.tokens("a")
+    assert text_of(tokens) == "hello world, {}"
+    assert last == EOS
 
 
 def test_without_the_extra_there_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

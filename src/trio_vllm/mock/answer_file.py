@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from trio_vllm.mock.answers import (
 from trio_vllm.protocol import EngineCoreRequest, EngineCoreSamplingParams, FinishReason
 
 SELECTORS = ("id", "prompt", "index")
-_KEYS = {*SELECTORS, "tokens", "length", "finish_reason", "stop_reason"}
+CONTENTS = ("tokens", "text", "length")
+_KEYS = {*SELECTORS, *CONTENTS, "finish_reason", "stop_reason"}
 _REASONS = {str(reason): reason for reason in FinishReason}
 
 
@@ -36,6 +37,8 @@ class AnswerLine:
     index: int | None = None
     """How many requests came to the engine before."""
     tokens: Sequence[int] | None = None
+    text: str | None = None
+    """In the place of ``tokens``."""
     length: int | None = None
     """How many tokens are drawn, if none are given."""
     finish_reason: FinishReason = FinishReason.STOP
@@ -86,8 +89,8 @@ def parse_line(text: str, index: int) -> AnswerLine:
     selectors = [name for name in SELECTORS if name in given]
     if len(selectors) > 1:
         raise ValueError(f"{selectors[0]} and {selectors[1]} exclude each other")
-    if ("tokens" in given) == ("length" in given):
-        raise ValueError("takes either tokens or length")
+    if len(given.keys() & {*CONTENTS}) != 1:
+        raise ValueError(f"takes one of {', '.join(CONTENTS)}")
     for name, value in given.items():
         if (fault := _fault(name, value)) is not None:
             raise ValueError(f"{name} must be {fault}, got {value!r}")
@@ -119,6 +122,16 @@ def _fault(name: str, value: Any) -> str | None:
 
 def _is_token(value: Any) -> bool:
     return type(value) is int and 0 <= value <= MAX_TOKEN
+
+
+def tokenized(
+    lines: Iterable[AnswerLine], encode: Callable[[str], Sequence[int]]
+) -> list[AnswerLine]:
+    """The lines with tokens instead of texts."""
+    return [
+        line if line.text is None else attrs.evolve(line, text=None, tokens=encode(line.text))
+        for line in lines
+    ]
 
 
 class FileAnswers:

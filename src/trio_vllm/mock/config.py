@@ -188,14 +188,19 @@ OUTPUTS = ("random", "prompt", "echo")
 def _output(value: Any) -> str | None:
     if value in OUTPUTS:
         return None
-    # Only a file needs it, and it imports numpy.
-    from trio_vllm.mock.answer_file import read_answer_file  # noqa: PLC0415
-
     try:
-        read_answer_file(value)
+        _has_text(value)
     except ConfigurationError as error:
         return f"must be one of {', '.join(OUTPUTS)} or a file of answers ({error})"
     return None
+
+
+def _has_text(path: str) -> bool:
+    """Whether a file of answers can be read, and has texts among them."""
+    # Only a file needs it, and it imports numpy.
+    from trio_vllm.mock.answer_file import read_answer_file  # noqa: PLC0415
+
+    return any(line.text is not None for line in read_answer_file(path))
 
 
 @Check
@@ -301,8 +306,8 @@ class MockEngineConfig:
     output_tokens_std_dev: float = attrs.field(default=0.0, validator=_length, metadata=TOKENS)
     """Its standard deviation, at most 30 % of it; no length differs by more than 70 %."""
     tokenizer: str | None = attrs.field(default=None, validator=_tokenizer, metadata=TOKENS)
-    """The folder of a model, with its tokenizer.json: let structured outputs match what is asked for.
-    Takes the extra trio-vllm[structured]."""
+    """The folder of a model, with its tokenizer.json: structured outputs match what is asked for, and
+    a file of answers may have texts. Takes the extra trio-vllm[structured]."""
     embedding_size: int = attrs.field(
         default=64, validator=_integer(1, MAX_VECTOR_SIZE), metadata=TOKENS
     )
@@ -562,6 +567,8 @@ class MockEngineConfig:
         yield from self._contradictions_in_deviation("output_tokens_std_dev", "output_tokens_mean")
         if self.output == "echo" and self.output_tokens_mean:
             yield "output_tokens_mean contradicts output echo, which is as long as the prompt"
+        if self.output not in OUTPUTS and self.tokenizer is None and _has_text(self.output):
+            yield f"output {self.output} has a text, which takes tokenizer"
 
     def _contradictions_in_deviation(self, deviation: str, mean: str) -> Iterator[str]:
         if getattr(self, deviation) > MAX_STD_DEV * getattr(self, mean):

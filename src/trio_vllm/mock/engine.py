@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
 from trio_vllm.errors import DecodeError
-from trio_vllm.mock.answer_file import FileAnswers, read_answer_file
+from trio_vllm.mock.answer_file import FileAnswers, read_answer_file, tokenized
 from trio_vllm.mock.answers import Answers, EchoAnswers, PromptAnswers, RandomAnswers
 from trio_vllm.mock.config import OUTPUTS, MockEngineConfig
 from trio_vllm.mock.connector import Connector, Fetched
@@ -100,17 +100,19 @@ def answers_of(config: MockEngineConfig, engine_index: int) -> Answers:
     Raises:
       ConfigurationError: A file that they name cannot be read.
     """
-    answers = _answers_of(config, engine_index)
     if config.tokenizer is None:
-        return answers
+        return _answers_of(config, engine_index, None)
     # An extra package that it imports takes its time.
     from trio_vllm.mock.structured import StructuredAnswers, load_vocabulary  # noqa: PLC0415
 
-    keeps_given = config.output not in OUTPUTS
-    return StructuredAnswers(load_vocabulary(config.tokenizer), answers, keeps_given)
+    vocabulary = load_vocabulary(config.tokenizer)
+    answers = _answers_of(config, engine_index, vocabulary.encode)
+    return StructuredAnswers(vocabulary, answers, keeps_given=config.output not in OUTPUTS)
 
 
-def _answers_of(config: MockEngineConfig, engine_index: int) -> Answers:
+def _answers_of(
+    config: MockEngineConfig, engine_index: int, encode: Callable[[str], Sequence[int]] | None
+) -> Answers:
     lengths = Spread(config.output_tokens_mean, config.output_tokens_std_dev)
     kind = PromptAnswers if config.output == "prompt" else RandomAnswers
     drawn = kind(config.seed, engine_index, lengths)
@@ -118,7 +120,8 @@ def _answers_of(config: MockEngineConfig, engine_index: int) -> Answers:
         return drawn
     if config.output == "echo":
         return EchoAnswers(drawn)
-    return FileAnswers(read_answer_file(config.output), drawn)
+    lines = read_answer_file(config.output)
+    return FileAnswers(lines if encode is None else tokenized(lines, encode), drawn)
 
 
 def data_parallel_size(init: HandshakeInit, default: int) -> int:

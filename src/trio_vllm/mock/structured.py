@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,6 +21,7 @@ import numpy.typing as npt
 from trio_vllm.errors import ConfigurationError
 from trio_vllm.mock.answers import Answer, Ending, GivenTokens, stopping
 from trio_vllm.mock.spread import share_at
+from trio_vllm.mock.structural_tags import TagGrammar
 from trio_vllm.protocol import (
     EngineCoreRequest,
     EngineCoreSamplingParams,
@@ -75,11 +77,18 @@ class Vocabulary:
         self.words = self._mask(map(_WORD.fullmatch, texts))
         self.text = self._mask(map(_TEXT.fullmatch, texts))
         self.ordinary = ~self._mask(special)
+        self.no_end = ~self._mask(token in ends for token in range(size))
+        self.special_tokens = [texts[token] for token in range(size) if special[token]]
         ids = {text: token for token, text in enumerate(texts) if not special[token]}
         self._closers = [ids[text] for text in CLOSERS if text in ids]
         quotes = [ids[text] for text in "\"'" if text in ids]
         self._closers_of_text = [*quotes, *self._closers]
         self._size = size
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text; what looks like a special token is one."""
+        tokens: list[int] = self.tokenizer.tokenize_str(text, parse_special=True)
+        return tokens
 
     def closers(self, allowed: Mask) -> list[int]:
         """What closes something, among the tokens that are allowed."""
@@ -108,17 +117,25 @@ def load_vocabulary(folder: str) -> Vocabulary:
         raise ConfigurationError(f"tokenizer {path} cannot be read: {error}") from None
 
 
-def grammar_of(params: StructuredOutputsParams) -> str:
+def grammar_of(params: StructuredOutputsParams, special_tokens: Iterable[str] = ()) -> str:
     """A grammar as llguidance takes it.
+
+    Args:
+      params: With one constraint.
+      special_tokens: The texts of those that structural tags may have.
 
     Raises:
       ValueError: There is none in the parameters, or no such one as guidance knows.
     """
     from llguidance import LLMatcher, grammar_from  # noqa: PLC0415  an extra
 
+    is_flexible = not params.disable_any_whitespace
+    if params.structural_tag is not None:
+        tags = TagGrammar(special_tokens, whitespace_flexible=is_flexible)
+        return tags.grammar(params.structural_tag)
     if params.json is not None or params.json_object:
         schema = {"type": "object"} if params.json is None else params.json
-        return _json_grammar(schema, params)
+        return _json_grammar(schema, whitespace_flexible=is_flexible)
     grammar: str
     if params.regex is not None:
         grammar = LLMatcher.grammar_from_regex(params.regex)
@@ -131,43 +148,14 @@ def grammar_of(params: StructuredOutputsParams) -> str:
     return grammar
 
 
-def _json_grammar(schema: Any, params: StructuredOutputsParams) -> str:
+def _json_grammar(schema: Any, *, whitespace_flexible: bool) -> str:
     from llguidance import LLMatcher  # noqa: PLC0415  an extra
 
     text = schema if isinstance(schema, str) else json.dumps(schema)
     grammar: str = LLMatcher.grammar_from_json_schema(
-        text, defaults={"whitespace_flexible": not params.disable_any_whitespace}
+        text, defaults={"whitespace_flexible": whitespace_flexible}
     )
     return grammar
-
-
-def _tag_schema(schema: Any, params: StructuredOutputsParams) -> dict[str, Any]:
-    given = json.loads(schema) if isinstance(schema, str) else schema
-    return {**given, "x-guidance": {"whitespace_flexible": not params.disable_any_whitespace}}
-
-
-def tags_of(params: StructuredOutputsParams) -> tuple[str, list[str]]:
-    """The grammar of structural tags, and how each of the tags begins.
-
-    Raises:
-      ValueError: They are not in the form that guidance knows.
-    """
-    from llguidance import StructTag  # noqa: PLC0415  an extra
-
-    try:
-        given = json.loads(params.structural_tag or "")
-        tags = [
-            StructTag(
-                trigger=next(one for one in given["triggers"] if tag["begin"].startswith(one)),
-                begin=tag["begin"],
-                grammar=_tag_schema(tag["schema"], params),
-                end=tag["end"],
-            )
-            for tag in given["structures"]
-        ]
-        return StructTag.to_grammar(tags), [tag.begin for tag in tags]
-    except (KeyError, TypeError, AttributeError, StopIteration, AssertionError) as error:
-        raise ValueError(f"structural tags that guidance does not know: {error!r}") from None
 
 
 @attrs.define
@@ -217,6 +205,7 @@ class Walk:
         vocabulary = self._vocabulary
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(bits, bitorder="little")[: vocabulary.ordinary.size] > 0
+        special = np.flatnonzero(allowed & ~vocabulary.ordinary & vocabulary.no_end)
         allowed &= vocabulary.ordinary
         closers = vocabulary.closers(allowed)
         if closers and self._is_time(0.3):
@@ -229,7 +218,7 @@ class Walk:
             found = np.flatnonzero(kind)
             if found.size:
                 return int(found[int(self._draw(2) * found.size)])
-        return None
+        return int(special[0]) if special.size else None
 
 
 @attrs.frozen
@@ -262,19 +251,11 @@ class StructuredAnswers:
     ) -> tuple[list[int], bool]:
         from llguidance import LLMatcher  # noqa: PLC0415  an extra
 
-        begins: list[str] = []
-        if params.structural_tag is None:
-            grammar = grammar_of(params)
-        else:
-            grammar, begins = tags_of(params)
-        tokenizer = self._vocabulary.tokenizer
-        matcher = LLMatcher(tokenizer, grammar, log_level=0)
+        grammar = grammar_of(params, self._vocabulary.special_tokens)
+        matcher = LLMatcher(self._vocabulary.tokenizer, grammar, log_level=0)
         if error := matcher.get_error():
             raise ValueError(error)
         walk = Walk(self._vocabulary, matcher, key)
-        if begins:  # a walk by chance would not find a tag
-            begin = begins[int(share_at(key, _CHOICE - 1) * len(begins))]
-            walk.take(tokenizer.tokenize_str(begin, parse_special=True))
         is_whole = walk.go(limit)
         return walk.tokens, is_whole
 
