@@ -462,6 +462,18 @@ UNSUPPORTED = [
         attrs.evolve(BARE, is_matryoshka=False),
     ),
     *[(f"sampling_params.{name}", params, BARE) for name, params in WIDE],
+    *[
+        (
+            f"sampling_params.{name}",
+            request(
+                prompt_token_ids=None,
+                prompt_embeds=floats(3, 64),
+                sampling_params=SamplingParams(**{name: 1.5}),
+            ),
+            LIMITS,
+        )
+        for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")
+    ],
     ("sampling_params.n", request(sampling_params=SamplingParams(n=2)), LIMITS),
     (
         "lora_request",
