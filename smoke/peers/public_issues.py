@@ -112,15 +112,15 @@ def in_turn(*runs: Run) -> Run:
 
 
 async def penalized_embeddings(llm: Llm) -> list[str]:
-    """Penalties look at prompt tokens, which embeddings have not; of two lengths in one batch."""
+    """Penalties look at prompt tokens, which embeddings have not; of two lengths, beside one that has."""
     rng = np.random.default_rng(0)
     ends: list[str] = []
 
-    async def one_of(length: int, number: int) -> None:
+    async def one_of(length: int, number: int, penalty: float) -> None:
         embeds = rng.normal(size=(length, HIDDEN_SIZE)).astype(np.float32)
-        params = SamplingParams(max_tokens=4, repetition_penalty=1.2, presence_penalty=0.5)
+        params = SamplingParams(max_tokens=4, repetition_penalty=penalty)
         request = EngineCoreRequest(
-            request_id=f"embeds-{length}-{number}",
+            request_id=f"embeds-{length}-{number}-{penalty}",
             prompt_token_ids=None,
             prompt_embeds=Tensor.from_numpy(embeds),
             sampling_params=params,
@@ -137,7 +137,8 @@ async def penalized_embeddings(llm: Llm) -> list[str]:
     async with trio.open_nursery() as nursery:
         for number in range(3):
             for length in (90, 30):
-                nursery.start_soon(one_of, length, number)
+                nursery.start_soon(one_of, length, number, 1.2)
+                nursery.start_soon(one_of, length, number, 1.0)
         nursery.start_soon(end_of, llm, ask([5] * 60, repetition_penalty=1.1))
     return ends
 

@@ -468,11 +468,15 @@ UNSUPPORTED = [
             request(
                 prompt_token_ids=None,
                 prompt_embeds=floats(3, 64),
-                sampling_params=SamplingParams(**{name: 1.5}),
+                sampling_params=params,
             ),
             LIMITS,
         )
-        for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")
+        for name, params in (
+            ("presence_penalty", SamplingParams(presence_penalty=1.5)),
+            ("frequency_penalty", SamplingParams(frequency_penalty=1.5)),
+            ("repetition_penalty", SamplingParams(repetition_penalty=1.5)),
+        )
     ],
     ("sampling_params.n", request(sampling_params=SamplingParams(n=2)), LIMITS),
     (
