@@ -2,7 +2,7 @@
 
 Each case has the number of the issue or pull request of vllm-project/vllm that tells of it. Whatever a
 case sends must be refused, or end, in time; after each a plain request must be answered as before. The
-engine's KV cache holds little more than one request of full length.
+engine's KV cache holds little more than one request of full length, and it schedules by priority.
 """
 
 from collections.abc import Awaitable, Callable
@@ -188,6 +188,7 @@ CASES: dict[int, Run] = {
     11248: constrained(regex="[a-z]{3}", backend="lm-format-enforcer"),
     13067: together(lambda: [ask([1] * CONTEXT), ask([1] * (CONTEXT + 1))]),
     15041: same_id,
+    15949: constrained(json=NESTED),
     16445: together(lambda: [ask([1] * CONTEXT, max_tokens=1)]),
     16529: one(logit_bias={191222: -100, 99999: 5}),
     16836: together(lambda: [ask([7] * 400, prompt_logprobs=10, max_tokens=1)]),
@@ -202,8 +203,10 @@ CASES: dict[int, Run] = {
             )
         ]
     ),
+    17670: constrained(choice=[f" {number} " for number in range(11)]),
     21204: constrained(json_object=True, backend="guidance"),
-    25991: together(lambda: [ask([n] * n, seed=n, max_tokens=n % 7 + 1) for n in range(1, 60)]),
+    21519: together(lambda: [ask(n=4, temperature=1.0, max_tokens=20) for _ in range(6)]),
+    25482: together(lambda: [ask([n] * n, seed=n, max_tokens=n % 7 + 1) for n in range(1, 60)]),
     28307: together(lambda: [ask([3] * n, repetition_penalty=1.2) for n in (1, 50, 200)]),
     30346: constrained(json={"type": "array", "items": [{"type": "string"}, {"type": "number"}]}),
     35541: in_turn(together(lambda: [ask() for _ in range(10)]), together(long_prompts)),
@@ -217,7 +220,6 @@ CASES: dict[int, Run] = {
     45689: together(
         lambda: [ask(logprobs=n, max_tokens=9) for n in (0, 1, 5, 20)] + [ask(max_tokens=9)]
     ),
-    47958: constrained(json=NESTED),
     53665: together(
         lambda: [
             ask(
@@ -259,6 +261,7 @@ async def check(port: int) -> None:
 def main(peers: Peers) -> None:
     """Run one engine and send everything."""
     port = free_port()
-    options = ("--enable-prompt-embeds", "--num-gpu-blocks-override", str(BLOCKS))
+    options = ["--enable-prompt-embeds", "--scheduling-policy", "priority"]
+    options += ["--num-gpu-blocks-override", str(BLOCKS)]
     with headless_engine(peers, port, *options):
         trio.run(check, port)
