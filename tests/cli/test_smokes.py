@@ -474,11 +474,12 @@ async def test_a_prompt_that_does_not_fit_is_refused(run_smoke: RunSmoke) -> Non
 @pytest.mark.parametrize(
     ("rows", "prompt_rows", "finish_reason", "reason"),
     [
-        (0, 479, FinishReason.LENGTH, "0 rows of log probabilities came for 1 tokens"),
-        (1, 0, FinishReason.LENGTH, "no log probabilities of the prompt came"),
-        (1, 478, FinishReason.LENGTH, "478 rows of log probabilities came for a prompt of 480"),
+        (0, 479, FinishReason.LENGTH, "has 0 rows for 1 tokens"),
+        (1, 0, FinishReason.LENGTH, "has 0 rows, but a prompt of 480 tokens has 479"),
+        (1, 478, FinishReason.LENGTH, "has 478 rows, but a prompt of 480 tokens has 479"),
+        (1, 480, FinishReason.LENGTH, "has 480 rows, but a prompt of 480 tokens has 479"),
         (1, 479, FinishReason.STOP, "finish_reason is stop, expected was length"),
-        (1, 480, FinishReason.LENGTH, ""),
+        (1, 479, FinishReason.LENGTH, ""),
     ],
 )
 async def test_logprobs_demands_all_rows(
@@ -498,7 +499,8 @@ async def test_logprobs_demands_all_rows(
     outcome = await run_smoke("logprobs", engines=[FakeEngine(complete=complete)])
 
     assert outcome.exit_code == (1 if reason else 0)
-    assert outcome.err == (f"llm-smoke: {reason}\n" if reason else "")
+    assert outcome.err.startswith("llm-smoke: ") == bool(reason)
+    assert outcome.err.removesuffix("\n").endswith(reason)
 
 
 # all ----------------------------------------------------------------------------------------------

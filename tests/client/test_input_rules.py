@@ -184,6 +184,8 @@ RULES = [
          "refuses", REQUEST),
     Rule("items fit the encoder's cache", "InputProcessor._validate_model_input", NO_CONFIG),
     Rule("embeddings need --enable-prompt-embeds", "renderer", "refuses unless stated", UNSUPPORTED),
+    Rule("no penalties for embeddings without tokens", "GPUInputBatch", "refuses, upstream does not",
+         UNSUPPORTED),
     Rule("embeddings have the hidden size", "renderer", "refuses", REQUEST),
     Rule("features only to a multimodal model", PROCESS, "refuses unless stated", UNSUPPORTED),
     Rule("features in the order of their places", PROCESS, "refuses others", REQUEST),

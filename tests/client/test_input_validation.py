@@ -462,6 +462,22 @@ UNSUPPORTED = [
         attrs.evolve(BARE, is_matryoshka=False),
     ),
     *[(f"sampling_params.{name}", params, BARE) for name, params in WIDE],
+    *[
+        (
+            f"sampling_params.{name}",
+            request(
+                prompt_token_ids=None,
+                prompt_embeds=floats(3, 64),
+                sampling_params=params,
+            ),
+            LIMITS,
+        )
+        for name, params in (
+            ("presence_penalty", SamplingParams(presence_penalty=1.5)),
+            ("frequency_penalty", SamplingParams(frequency_penalty=1.5)),
+            ("repetition_penalty", SamplingParams(repetition_penalty=1.5)),
+        )
+    ],
     ("sampling_params.n", request(sampling_params=SamplingParams(n=2)), LIMITS),
     (
         "lora_request",

@@ -388,6 +388,8 @@ def _check_whole(request: EngineCoreRequest, limits: RequestLimits) -> None:
     if request.resumable:
         _check_resumable(request)
     if request.sampling_params is not None:
+        if request.prompt_embeds is not None and request.prompt_token_ids is None:
+            _check_no_penalties(request.sampling_params)
         _check_sampling(request.sampling_params, length, limits)
 
 
@@ -423,6 +425,18 @@ def _check_embeds(request: EngineCoreRequest, embeds: Tensor) -> int:
     if request.prompt_token_ids is not None and request.prompt_is_token_ids is None:
         raise invalid("prompt_is_token_ids", "must tell token ids from embeddings")
     return embeds.shape[0]
+
+
+def _check_no_penalties(params: EngineCoreSamplingParams) -> None:
+    """An engine looks for the prompt's tokens and finds those of an earlier request, or dies of one."""
+    for name, none in (
+        ("presence_penalty", 0.0),
+        ("frequency_penalty", 0.0),
+        ("repetition_penalty", 1.0),
+    ):
+        if getattr(params, name) != none:
+            reason = f"must be {none} for a prompt of embeddings, which has no tokens to look at"
+            raise unsupported(f"sampling_params.{name}", reason)
 
 
 def _check_token_mask(request: EngineCoreRequest, length: int) -> None:
