@@ -235,6 +235,7 @@ class Llm:
         Cancellation:
           Aborts the request.
         """
+        await self.client.driver.wait_turn()
         ids, children = self._to_engine_requests(request)
         await self._prepare(children)
         generation = self._start(ids, children, FINAL_ONLY)
@@ -256,6 +257,7 @@ class Llm:
         Leaving the block early, for whatever reason, aborts the request. Entering raises what
         `generate` raises before anything was sent, iterating the rest.
         """
+        await self.client.driver.wait_turn()
         ids, children = self._to_engine_requests(request)
         await self._prepare(children)
         interval = self._stream_interval
@@ -273,6 +275,7 @@ class Llm:
         A task that the model does not support is refused. If the engines have not said what it
         supports as the client was opened, they are asked again now.
         """
+        await self.client.driver.wait_turn()
         ids = self._make_ids(request)
         children = [to_pooling_request(request, ids)]
         await self._prepare(children)
