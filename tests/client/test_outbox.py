@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import trio
 from tests.client.world import World, make_output, make_request, open_world
@@ -16,6 +17,7 @@ from trio_vllm.protocol import (
     EngineCoreRequest,
     EngineMessage,
     RequestBatchOutputs,
+    Tensor,
     encode_outputs,
 )
 
@@ -232,3 +234,24 @@ async def test_an_engine_that_dies_within_a_message_is_dead_for_the_rest_of_it()
         with pytest.raises(EngineDeadError):
             for _ in range(400):
                 await anext(stream)
+
+
+@pytest.mark.parametrize("readonly", [True, False])
+async def test_arrays_are_copied_unless_they_are_readonly(readonly: bool) -> None:
+    """A caller may change one as soon as the request is submitted, though it waits to be sent."""
+    embeds = np.ones((99, 2), np.float32)
+    embeds.flags.writeable = not readonly
+    options = {"accepts_prompt_embeds": True, "hidden_size": 2}
+    async with open_world(client_options=options) as world:
+        submit(world, "first")
+        request = make_request(
+            "second", prompt_token_ids=None, prompt_embeds=Tensor.from_numpy(embeds)
+        )
+        core = world.client.driver.core
+        core.submit(request, OutputStream("second"))
+        (message,) = core.sends()
+        embeds.flags.writeable = True
+        embeds[:] = 0
+
+        (sent,) = message.frames[2:]
+        assert np.frombuffer(sent, np.float32).any() != readonly

@@ -275,7 +275,7 @@ async def test_a_coordinator_costs_descriptors_too(
             frontend.handshake.send_nowait([identity, *encode_init(init)])
 
         nursery.start_soon(answer)
-        with pytest.raises(ConfigurationError, match="3 engines need 72 file .*--processes"):
+        with pytest.raises(ConfigurationError, match=r"3 engines need 72 file .*--processes"):
             await Serving(options).run()
 
     assert asked == [3 * 8, 3 * 8 * 3]
