@@ -92,5 +92,8 @@ def measure_pauses(effort: Effort) -> list[Figure]:
                 ("pause by a prompt of 100,000 tokens", "pause_by_prompt", "packb alone"),
                 ("pause by logprobs of the vocabulary", "pause_by_logprobs", "copying them"),
                 ("pause by 1,024 outputs with logprobs", "pause_by_outputs", "unpackb alone"),
+                ("pause by 200,000 rows of nobody", "pause_by_strangers", "unpackb alone"),
+                ("pause by 10,000 requests at once", "pause_by_requests", "tasks that wait"),
+                ("pause of the mock by 1,000,000 tokens", "pause_of_the_mock", "unpackb alone"),
             )
         ]

@@ -1,4 +1,4 @@
-"""A worker that measures for how long the client keeps other tasks waiting.
+"""A worker that measures for how long the client, or a mock engine, keeps other tasks waiting.
 
 ``python -m bench.work_pauses``. Each task opens an `Llm` on messages made in advance, huge ones.
 """
@@ -22,7 +22,17 @@ from trio_vllm import (
     RequestBatchOutputs,
     SamplingParams,
 )
-from trio_vllm.protocol import encode_outputs
+from trio_vllm.concurrency import running
+from trio_vllm.mock import MockEngine, MockEngineConfig
+from trio_vllm.mock.runner import EngineRunner
+from trio_vllm.protocol import (
+    EngineCoreRequest,
+    EngineCoreSamplingParams,
+    encode_add,
+    encode_outputs,
+)
+from trio_vllm.transport import FrontendChannels, FrontendDisconnect
+from trio_vllm.transport.memory import open_memory_connection
 
 
 async def pause_by_prompt(*, prompt_length: int = 100_000) -> Answer:
@@ -81,6 +91,62 @@ async def pause_by_outputs(*, concurrency: int = 1024) -> Answer:
     return {"value": pause * 1e3, "yardstick": yardstick * 1e3}
 
 
+async def pause_by_strangers(*, rows: int = 200_000) -> Answer:
+    """Receive rows for requests that nobody waits for; the yardstick only unpacks them."""
+    payload = ormsgpack.packb(
+        [0, [[f"unknown-{row:06}", [1]] for row in range(rows)], None, 1.0, *[None] * 5]
+    )
+    async with unwired_llm() as (_, feed):
+        pause = await longest_turn(lambda: feed.feed([[payload]]))
+    yardstick = cpu_time_of(lambda: ormsgpack.unpackb(payload), 1)
+    return {"value": pause * 1e3, "yardstick": yardstick * 1e3}
+
+
+async def pause_by_requests(*, requests: int = 10_000) -> Answer:
+    """Ask for so many completions at once; the yardstick starts tasks that only wait."""
+    wanted = GenerateRequest(prompt_token_ids=[1], sampling_params=SamplingParams(max_tokens=1))
+    async with unwired_llm() as (llm, feed), trio.open_nursery() as nursery:
+
+        async def submit() -> None:
+            for _ in range(requests):
+                nursery.start_soon(llm.generate, wanted)
+            await feed.wait_sent(requests)
+
+        async def only_wait() -> None:
+            for _ in range(requests):
+                nursery.start_soon(trio.sleep_forever)
+            await trio.lowlevel.checkpoint()
+
+        pause, yardstick = await longest_turn(submit), await longest_turn(only_wait)
+        nursery.cancel_scope.cancel()
+    return {"value": pause * 1e3, "yardstick": yardstick * 1e3}
+
+
+async def pause_of_the_mock(*, prompt_length: int = 1_000_000) -> Answer:
+    """Give a mock engine a huge prompt; the yardstick only unpacks it."""
+    request = EngineCoreRequest(
+        request_id="huge",
+        prompt_token_ids=range(1, prompt_length + 1),
+        sampling_params=EngineCoreSamplingParams(max_tokens=1),
+    )
+    frames = [bytes(frame) for frame in encode_add(request)]
+    to_engine, inbox = open_memory_connection()
+    outbox, from_engine = open_memory_connection()
+    _, disconnects = trio.open_memory_channel[FrontendDisconnect](0)
+    channels = FrontendChannels([inbox], [outbox], disconnects)
+    engine = MockEngine(MockEngineConfig(max_model_len=2 * prompt_length))
+    runner = EngineRunner(engine, channels, on_idle_check=lambda: None)
+
+    async def ask() -> None:
+        to_engine.send_nowait(frames)
+        await from_engine.receive()
+
+    async with running(*runner.pumps(), runner.run):
+        pause = await longest_turn(ask)
+    yardstick = cpu_time_of(lambda: ormsgpack.unpackb(frames[1]), 1)
+    return {"value": pause * 1e3, "yardstick": yardstick * 1e3}
+
+
 def some_logprobs(rows: int, columns: int) -> Logprobs:
     """So many positions with so many candidates."""
     ids = np.tile(np.arange(columns, dtype=np.int32), (rows, 1))
@@ -118,5 +184,12 @@ async def longest_turn(work: Callable[[], Awaitable[None]]) -> float:
 
 
 if __name__ == "__main__":
-    tasks = (pause_by_prompt, pause_by_logprobs, pause_by_outputs)
+    tasks = (
+        pause_by_prompt,
+        pause_by_logprobs,
+        pause_by_outputs,
+        pause_by_strangers,
+        pause_by_requests,
+        pause_of_the_mock,
+    )
     answer_orders({task.__name__: in_trio(task) for task in tasks})

@@ -6,8 +6,8 @@ not survive that, and says the same then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeVar
 
 from fuzz.framing import join, split
 from fuzz.vectors import Frames, recorded
@@ -46,6 +46,9 @@ from trio_vllm.protocol import (
     encode_utility,
     plain_token_ids,
 )
+from trio_vllm.protocol.msgpack import unpack
+from trio_vllm.protocol.pieces import array_at, skip
+from trio_vllm.protocol.pieces import split as split_array
 from trio_vllm.protocol.startup import MAX_NOTES
 from trio_vllm.transport.address import parse_endpoint
 from trio_vllm.transport.engine import read_init
@@ -55,6 +58,8 @@ MAX_TEXT = 1000
 
 Decode = Callable[[Frames], Any]
 Encode = Callable[[Any], Sequence[Buffer] | None]
+
+T = TypeVar("T")
 
 
 def _encode_engine_message(message: Any) -> Sequence[Buffer]:
@@ -90,6 +95,37 @@ def _decode_rows(frames: Frames) -> None:
     batch.decode_stats()
 
 
+def _split_payload(frames: Frames) -> None:
+    """Find the ends of objects as it is done in large messages: where unpacking finds them."""
+    if not frames:
+        return
+    payload = frames[0]
+    try:
+        whole = unpack(payload)
+    except CodecError:
+        whole = None
+    try:
+        end = _finish(skip(payload, 0, 1))
+    except CodecError:
+        assert whole is None
+        return
+    assert whole is None or end == len(payload)
+    if type(whole) is list:
+        found = array_at(payload, 0)
+        assert found is not None
+        pieces, end = _finish(split_array(payload, found[1], found[0], 3))
+        assert (sum(len(piece.unpack()) for piece in pieces), end) == (len(whole), len(payload))
+
+
+def _finish(work: Generator[None, None, T]) -> T:
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
 def _encode_nothing(_: object) -> None:
     return None
 
@@ -104,6 +140,7 @@ DECODERS: list[tuple[Decode, Encode]] = [
     (decode_coordinator_broadcast, _encode_nothing),
     (decode_coordinator_notice, _encode_nothing),
     (decode_coordinator_stats, encode_coordinator_stats),
+    (_split_payload, _encode_nothing),
 ]
 
 

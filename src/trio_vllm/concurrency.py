@@ -1,4 +1,4 @@
-"""`running` runs tasks beside a block of code; `Waker` wakes the one task that waits for it.
+"""`running` runs tasks beside a block of code; `Waker` wakes the one task that waits for it; `Turns`.
 
 The only place that takes exceptions out of groups. It keeps all of them out of the nursery, which
 would wrap them, and sorts them when the nursery is closed. `explains_misuse` is for functions whose
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
@@ -178,3 +179,56 @@ def explains_misuse(
         return Opening(function.__name__, function(*args, **kwargs))
 
     return wrapper
+
+
+class Turns:
+    """Lets tasks that all come at once go on some at a time, so that others get their turn in between.
+
+    Theory of operation. Tasks that come one right after the other share a slice of time. The first
+    that comes when it is over waits until all others have run, and those that come after it wait in
+    line. Then some go on, each of which lets the next one go on in trio's next turn.
+    """
+
+    def __init__(
+        self,
+        slice_time: float,
+        clock: Callable[[], float],
+        *,
+        gap: float = 0.001,
+        width: int = 32,
+    ) -> None:
+        """
+        Args:
+          slice_time: Seconds.
+          clock: Gives seconds, real ones.
+          gap: Seconds after which a task does not come right after the last one any more.
+          width: Tasks that go on together, once there is a line.
+        """
+        self._slice_time = slice_time
+        self._gap = gap
+        self._width = width
+        self._clock = clock
+        self._line = trio.lowlevel.ParkingLot()
+        self._is_pausing = False
+        self._last = self._end = -math.inf
+
+    async def wait(self) -> None:  # noqa: ASYNC910
+        """Go on at once, as a rule; else when it is this task's turn."""
+        now = self._clock()
+        is_close, self._last = now - self._last < self._gap, now
+        if self._line or self._is_pausing:
+            await self._line.park()
+            self._line.unpark()
+        elif not is_close:
+            self._end = now + self._slice_time
+        elif now >= self._end:
+            await self._pause()
+
+    async def _pause(self) -> None:
+        self._is_pausing = True
+        try:
+            await trio.lowlevel.checkpoint()
+        finally:
+            self._is_pausing = False
+            self._end = self._clock() + self._slice_time
+            self._line.unpark(count=self._width)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import trio
 from tests.client.world import World, make_output, make_request, open_world
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_vllm.client import OutputStream
+from trio_vllm.errors import EngineDeadError
 from trio_vllm.protocol import (
     AbortRequests,
     EngineCoreRequest,
     EngineMessage,
     RequestBatchOutputs,
+    Tensor,
     encode_outputs,
 )
 
@@ -183,3 +186,72 @@ async def test_outputs_are_handed_out_in_slices() -> None:
         assert tokens == [*range(16)]
         assert turns >= 15
         nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_one_large_message_is_handed_out_in_slices(known: bool) -> None:
+    """Also one of an engine that has not proved itself, and of rows that nobody waits for."""
+    async with (
+        open_world(connections_are_known=known, driver_options={"slice_time": 0.0}) as world,
+        trio.open_nursery() as nursery,
+    ):
+        turns = 0
+
+        @nursery.start_soon
+        async def take_turns() -> None:
+            nonlocal turns
+            while True:
+                await trio.lowlevel.checkpoint()
+                turns += 1
+
+        (stream,) = submit(world, "first")
+        others = [make_output([1], f"unknown-{number:06}") for number in range(6400)]
+        rows = [*others, make_output([2], "first"), make_output([3], "first")]
+        batch = RequestBatchOutputs(outputs=rows, timestamp=1.0)
+        world.engine.outputs.send_nowait(encode_outputs(batch))
+        tokens = [(await anext(stream)).output.new_token_ids for _ in range(2)]
+
+        assert tokens == [[2], [3]]
+        assert turns >= 100
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_engine_that_dies_within_a_message_is_dead_for_the_rest_of_it() -> None:
+    async with open_world() as world:
+        core = world.client.driver.core
+        (stream,) = submit(world, "first")
+        rows = [make_output([number], "first") for number in range(400)]
+        frames = encode_outputs(RequestBatchOutputs(outputs=rows, timestamp=1.0))
+        padded = [bytes(frame) for frame in frames]
+        assert len(padded[0]) > 8192
+        pieces = core.receive_in_pieces(padded, world.engine.outputs.connection)
+        next(pieces)
+        await world.engine.send_sentinel()
+        for _ in pieces:
+            pass
+
+        assert (await anext(stream)).output.new_token_ids == [0]
+        with pytest.raises(EngineDeadError):
+            for _ in range(400):
+                await anext(stream)
+
+
+@pytest.mark.parametrize("readonly", [True, False])
+async def test_arrays_are_copied_unless_they_are_readonly(readonly: bool) -> None:
+    """A caller may change one as soon as the request is submitted, though it waits to be sent."""
+    embeds = np.ones((99, 2), np.float32)
+    embeds.flags.writeable = not readonly
+    options = {"accepts_prompt_embeds": True, "hidden_size": 2}
+    async with open_world(client_options=options) as world:
+        submit(world, "first")
+        request = make_request(
+            "second", prompt_token_ids=None, prompt_embeds=Tensor.from_numpy(embeds)
+        )
+        core = world.client.driver.core
+        core.submit(request, OutputStream("second"))
+        (message,) = core.sends()
+        embeds.flags.writeable = True
+        embeds[:] = 0
+
+        (sent,) = message.frames[2:]
+        assert np.frombuffer(sent, np.float32).any() != readonly

@@ -170,6 +170,23 @@ async def test_a_flood_is_handled_in_slices() -> None:
     assert len(seen) > 10
 
 
+async def test_a_long_prompt_is_taken_in_slices() -> None:
+    """What its client sends behind it is handled behind it; others have their turns meanwhile."""
+    raw = [*raw_request("long", 1)]
+    raw[1] = [70_000] * 200_000
+    async with engine_behind(limits=NO_SLICE) as frontend:
+        frontend.inputs[0].send_nowait(pack_add(raw))
+        frontend.add("short", 1)
+        turns = 0
+        while frontend.runner.engine.summary.finished < 2:
+            await trio.lowlevel.checkpoint()
+            turns += 1
+        finished = [output.request_id for output in await frontend.until_finished("long")]
+
+    assert finished == ["long"]
+    assert turns > 40
+
+
 async def test_two_engines_take_turns() -> None:
     """The one with much to do does not hold up the other."""
     async with engine_behind() as busy, engine_behind() as other:

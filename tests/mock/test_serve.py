@@ -252,6 +252,35 @@ async def test_a_frozen_frontend_is_noticed_by_heartbeats(folder: Path) -> None:
                 await Serving(options).run()
 
 
+async def test_a_coordinator_costs_descriptors_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What all engines need is known once a frontend has answered, and asked for before it is used."""
+    asked: list[int] = []
+
+    def require(count: int, purpose: str, *, hint: str = "") -> None:
+        asked.append(count)
+        if len(asked) > 1:
+            raise ConfigurationError(f"{purpose} need {count} file descriptors{hint}")
+
+    monkeypatch.setattr("trio_vllm.mock.serve.require_descriptors", require)
+    options = options_for(folder, engine_count=3)
+    async with open_context() as context, trio.open_nursery() as nursery:
+        frontend = RawFrontend.bind(context, folder, clients=2)
+
+        async def answer() -> None:
+            identity, _ = await frontend.handshake.receive()
+            coordinator = f"ipc://{folder}/coordinator"
+            init = frontend.init(coordinator_input=coordinator, coordinator_output=coordinator)
+            frontend.handshake.send_nowait([identity, *encode_init(init)])
+
+        nursery.start_soon(answer)
+        with pytest.raises(ConfigurationError, match=r"3 engines need 72 file .*--processes"):
+            await Serving(options).run()
+
+    assert asked == [3 * 8, 3 * 8 * 3]
+
+
 async def test_with_reconnect_engines_wait_for_ever(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

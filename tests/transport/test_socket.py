@@ -65,6 +65,22 @@ async def test_large_bytes_are_lent_not_copied(
     assert lent == (sys.getrefcount(frame) > before)
 
 
+@pytest.mark.parametrize("readonly", [True, False])
+async def test_large_views_are_lent_if_they_are_readonly(
+    context: ZmqContext, tmp_path: Path, readonly: bool
+) -> None:
+    """Others may be written as soon as they are sent."""
+    push = context.socket(SocketType.PUSH)
+    push.connect(f"ipc://{tmp_path}/nobody")
+    view = memoryview(bytearray(ZERO_COPY_SIZE))
+    frame = view.toreadonly() if readonly else view
+    before = sys.getrefcount(frame)
+
+    await push.send([frame])
+
+    assert readonly == (sys.getrefcount(frame) > before)
+
+
 async def test_batch_takes_what_is_there_up_to_the_limit(pull_and_push: Pair) -> None:
     pull, push = pull_and_push
     numbers = [[b"%d" % number] for number in range(5)]

@@ -175,6 +175,7 @@ class EngineCoreClient(UtilityMethods):
           EngineDeadError: No engine is left.
           ClientClosedError: The client is closed.
         """
+        await self.driver.wait_turn()
         if self.driver.lacks_facts(request):
             await self.driver.prepare(request)
         params = request.sampling_params

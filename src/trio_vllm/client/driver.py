@@ -16,7 +16,7 @@ from trio_vllm.client.engines import EngineMessage
 from trio_vllm.client.learning import Learner
 from trio_vllm.client.requests import Sink
 from trio_vllm.client.utility_calls import UTILITY_TIMEOUT
-from trio_vllm.concurrency import Waker, running
+from trio_vllm.concurrency import Turns, Waker, running
 from trio_vllm.errors import (
     ClientClosedError,
     EngineCoreError,
@@ -62,8 +62,8 @@ class CoreDriver:
           channels: The ways to the engines and from them.
           core: Decides what is done; has no other driver.
           batch_size: Messages received at once.
-          slice_time: Seconds of handing out outputs between two checkpoints. A message of 1,000
-            outputs takes about 1 ms.
+          slice_time: Seconds of handing out outputs between two checkpoints, and of submitting
+            requests that come all at once. A message of 1,000 outputs takes about 1 ms.
         """
         self.channels = channels
         self.core = core
@@ -74,6 +74,7 @@ class CoreDriver:
         self._timer_end = 0.0
         self._failed = trio.Event()
         self._learning_tasks = trio.Lock()
+        self._turns = Turns(slice_time, perf_counter)
         self._learner = Learner(self)
 
     @asynccontextmanager
@@ -103,6 +104,16 @@ class CoreDriver:
                 self.close()
 
     # Requests -----------------------------------------------------------------------------------
+
+    async def wait_turn(self) -> None:  # noqa: ASYNC910
+        """Wait if so many requests come at once that other tasks would not get their turn.
+
+        That is to be done before anything for a request; as a rule it is no checkpoint.
+
+        Cancellation:
+          Nothing has happened.
+        """
+        await self._turns.wait()
 
     def submit(self, request: EngineCoreRequest, sink: Sink) -> None:
         """Send a request whose outputs go to ``sink``.

@@ -405,6 +405,7 @@ class Llm:
         self, request: GenerateRequest | EncodeRequest, interval: int
     ) -> Generation:
         """Find out what the request depends on, and send the engine requests, all or none."""
+        await self.client.driver.wait_turn()
         ids = self._make_ids(request)
         children = self._to_engine_requests(request, ids)
         # It is the same for all of them, and costs no task switch when there is nothing to find out.

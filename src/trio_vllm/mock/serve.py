@@ -44,6 +44,7 @@ from trio_vllm.transport import (
     FrontendChannels,
     FrontendDisconnect,
     InMemory,
+    descriptors_per_engine,
     join_frontend,
     require_descriptors,
 )
@@ -125,6 +126,8 @@ class _Service:
     _lockstep: Lockstep = attrs.field(factory=Lockstep, init=False)
     _missing: set[int] = attrs.field(init=False)
     """Engines that have not joined a frontend since the start."""
+    _has_joined: bool = attrs.field(default=False, init=False)
+    """Whether a frontend has answered any of them."""
     _losses: int = attrs.field(default=0, init=False)
     """Engines whose frontend has gone since garbage was collected."""
     _failure: Exception | None = attrs.field(default=None, init=False)
@@ -137,11 +140,7 @@ class _Service:
     async def run(self) -> None:
         """Run all engines; the failure of one is the failure of all."""
         options = self._options
-        require_descriptors(
-            DESCRIPTORS_PER_ENGINE * options.engine_count,
-            f"{options.engine_count} engines",
-            hint=", or spread the engines over more processes (--processes)",
-        )
+        self._require_descriptors(DESCRIPTORS_PER_ENGINE)
         log.info(
             "%s: joining the frontend at %s", options.engines_in_words, options.handshake_address
         )
@@ -150,6 +149,14 @@ class _Service:
                 nursery.start_soon(self._guard, engine_index, nursery.cancel_scope)
         if self._failure is not None:
             raise self._failure
+
+    def _require_descriptors(self, per_engine: int) -> None:
+        count = self._options.engine_count
+        require_descriptors(
+            per_engine * count,
+            f"{count} engines",
+            hint=", or spread the engines over more processes (--processes)",
+        )
 
     async def _guard(self, engine_index: int, all_engines: trio.CancelScope) -> None:
         await trio.lowlevel.checkpoint()
@@ -222,6 +229,11 @@ class _Service:
         return session.lost_address
 
     def _ready_response(self, engine_index: int, init: HandshakeInit) -> EngineCoreReadyResponse:
+        if not self._has_joined:
+            # Only now is it known how many connections there will be, besides those of the handshakes.
+            self._has_joined = True
+            if (per_engine := descriptors_per_engine(init.addresses)) > DESCRIPTORS_PER_ENGINE:
+                self._require_descriptors(per_engine)
         size = 1
         if self._config.lockstep:
             size = data_parallel_size(init, self._options.last_index + 1)

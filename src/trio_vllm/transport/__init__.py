@@ -15,6 +15,7 @@ from trio_vllm.transport.channels import Received as Received
 from trio_vllm.transport.descriptors import require_descriptors as require_descriptors
 from trio_vllm.transport.engine import DESCRIPTORS_PER_ENGINE as DESCRIPTORS_PER_ENGINE
 from trio_vllm.transport.engine import EngineLingers as EngineLingers
+from trio_vllm.transport.engine import descriptors_per_engine as descriptors_per_engine
 from trio_vllm.transport.engine import join_frontend as join_frontend
 from trio_vllm.transport.frontend import Bootstrapped as Bootstrapped
 from trio_vllm.transport.frontend import HandshakeOwner as HandshakeOwner

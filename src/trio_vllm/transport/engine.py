@@ -56,6 +56,15 @@ DESCRIPTORS_PER_ENGINE = 2 * (PER_SOCKET + 1)
 sockets that they belong to."""
 
 
+def descriptors_per_engine(addresses: EngineAddresses) -> int:
+    """File descriptors that an engine takes which joins a frontend with these addresses.
+
+    For each client, and for the coordinator, they are those of `DESCRIPTORS_PER_ENGINE`.
+    """
+    has_coordinator = addresses.coordinator_input is not None
+    return DESCRIPTORS_PER_ENGINE * (len(addresses.inputs) + has_coordinator)
+
+
 @attrs.frozen(kw_only=True)
 class EngineLingers:
     """Seconds that last messages get to go out when an engine leaves."""

@@ -276,8 +276,9 @@ class ZmqSocket:
         """Queue one message, waiting while the send high-water mark is reached.
 
         Args:
-          frames: At least one. Large `bytes` are lent to ØMQ, everything else is copied, so that
-            the memory behind a `memoryview` can be used again at once.
+          frames: At least one. Large `bytes`, and views that are read-only, are lent to ØMQ.
+            Everything else is copied, so that the memory behind a `memoryview` that can be written
+            can be used again at once.
 
         Raises:
           PeerGoneError: A ROUTER has no connection with this id.
@@ -454,7 +455,9 @@ def _descriptor_of(frame: zmq.Frame) -> int | None:
 
 
 def _must_copy(frame: Buffer | zmq.Frame) -> bool:
-    return type(frame) is not bytes or len(frame) < ZERO_COPY_SIZE
+    if type(frame) is not bytes and not (type(frame) is memoryview and frame.readonly):
+        return True
+    return len(frame) < ZERO_COPY_SIZE
 
 
 def _check_frames(frames: Frames) -> None:
