@@ -66,6 +66,7 @@ class Collector:
         "_prompt_logprobs",
         "_prompt_tokens",
         "_remotely_cached_tokens",
+        "_room",
         "_spans",
         "_times",
         "_token_ids",
@@ -99,6 +100,7 @@ class Collector:
         limit: Any = None if params is None else params.max_tokens
         # What is no number at all is for the client to refuse.
         self._max_tokens: int = limit if type(limit) is int else sys.maxsize
+        self._room = self._max_tokens  # that may come before the next delivery
         prompt = request.prompt_token_ids
         self._prompt_tokens = 0 if prompt is None else len(prompt)
         # Unbounded on purpose: one pump serves all requests and must not wait for one slow reader.
@@ -123,9 +125,12 @@ class Collector:
     # Sink ---------------------------------------------------------------------------------------
 
     def add_tokens(self, token_ids: list[int], timestamp: float, version: str | None) -> None:
-        if self._delivered_count + len(self._token_ids) + len(token_ids) > self._max_tokens:
+        # Each look at an attribute counts here: this is done for every token.
+        held = self._token_ids
+        count = len(held) + len(token_ids)
+        if count > self._room:
             raise too_many_tokens(self, self._max_tokens)
-        self._token_ids.fromlist(token_ids)  # all or none
+        held.fromlist(token_ids)  # all or none
         if timestamp:  # 0 is none
             self._times.append(timestamp)
         if version != self._version and version is not None:
@@ -135,7 +140,7 @@ class Collector:
             self._first_token_time = self._clock()
             if self._interval:
                 self._waker.wake()
-        elif self._interval and len(self._token_ids) >= self._interval:
+        elif 0 < self._interval <= count:
             self._waker.wake()
 
     def add_raw_logprobs(
@@ -304,6 +309,7 @@ class Collector:
         token_ids = self._token_ids.tolist()
         del self._token_ids[:]
         self._delivered_count += len(token_ids)
+        self._room -= len(token_ids)
         return token_ids
 
     @property
