@@ -49,6 +49,7 @@ class Collector:
 
     __slots__ = (
         "_arrival_time",
+        "_cached_tokens",
         "_clock",
         "_delivered_count",
         "_end_time",
@@ -65,7 +66,6 @@ class Collector:
         "_prefill_stats",
         "_prompt_logprobs",
         "_prompt_tokens",
-        "_remotely_cached_tokens",
         "_room",
         "_spans",
         "_times",
@@ -113,7 +113,7 @@ class Collector:
         self._pooled: Tensor | None = None
         self._events: list[EngineCoreEvent] = []
         self._prefill_stats: PrefillStats | None = None
-        self._remotely_cached_tokens = _remotely_cached_tokens(request.sampling_params)
+        self._cached_tokens = self._remotely_cached_tokens()
         self._last: EngineCoreOutput | None = None
         self._is_last_delivered = False
         self._delivered_count = 0
@@ -180,11 +180,16 @@ class Collector:
         if output.events:
             self._events += output.events
         if output.prefill_stats is not None:
-            self._prefill_stats = output.prefill_stats
+            self._add_prefill(output.prefill_stats)
         if output.finished:
             self._last = output
             self._end_time = self._clock()
             self._waker.wake()
+
+    def _add_prefill(self, stats: PrefillStats) -> None:
+        self._prefill_stats = stats
+        remote = self._remotely_cached_tokens()
+        self._cached_tokens = stats.num_cached_tokens if remote is None else remote
 
     def _add_pooled(self, pooled: Tensor, timestamp: float) -> None:
         self._pooled = pooled
@@ -368,8 +373,8 @@ class Collector:
     def _progress(self) -> Progress:
         return Progress(
             self._prompt_tokens,
-            self.token_count,
-            self._cached_for_caller(),
+            self._delivered_count + len(self._token_ids),
+            self._cached_tokens,
             self._arrival_time,
             self._first_token_time,
             self._clock() if self._end_time is None else self._end_time,
@@ -379,10 +384,21 @@ class Collector:
             len(self._times),
         )
 
-    def _cached_for_caller(self) -> int | None:
-        if self._remotely_cached_tokens is None:
-            return None if self._prefill_stats is None else self._prefill_stats.num_cached_tokens
-        return min(max(self._remotely_cached_tokens, 0), self._prompt_tokens)
+    def _remotely_cached_tokens(self) -> int | None:
+        """Prompt tokens that the engine which did the prefill found in its cache.
+
+        To the engine that gets the prompt from there all of it looks cached. See ``RequestState`` in
+        ``vllm/v1/engine/output_processor.py``.
+        """
+        params = self._params
+        # This is read before the client has refused what is no map.
+        if params is None or not isinstance(params.extra_args, Mapping):
+            return None
+        transfer = params.extra_args.get("kv_transfer_params")
+        if not isinstance(transfer, Mapping) or not transfer.get("do_remote_prefill"):
+            return None
+        cached = transfer.get("remote_prefill_cached_tokens")
+        return min(max(cached, 0), self._prompt_tokens) if type(cached) is int else None
 
     def _weight_versions(self) -> tuple[WeightVersionSpan, ...]:
         spans, end = [], self._delivered_count
@@ -400,22 +416,6 @@ def _has_extras(output: EngineCoreOutput) -> bool:
         or output.routed_experts is not None
         or output.num_nans_in_logits > 0
     )
-
-
-def _remotely_cached_tokens(params: EngineCoreSamplingParams | None) -> int | None:
-    """Prompt tokens that the engine which did the prefill found in its cache.
-
-    To the engine that gets the prompt from there all of it looks cached. See ``RequestState`` in
-    ``vllm/v1/engine/output_processor.py``.
-    """
-    # This is read before the client has refused what is no map.
-    if params is None or not isinstance(params.extra_args, Mapping):
-        return None
-    transfer = params.extra_args.get("kv_transfer_params")
-    if not isinstance(transfer, Mapping) or not transfer.get("do_remote_prefill"):
-        return None
-    cached = transfer.get("remote_prefill_cached_tokens")
-    return cached if type(cached) is int else None
 
 
 def _columns(count: int | None, token_ids: Sequence[int] | None) -> int | None:
