@@ -52,6 +52,7 @@ class Collector:
         "_cached_tokens",
         "_clock",
         "_delivered_count",
+        "_due_count",
         "_end_time",
         "_events",
         "_first_token_time",
@@ -101,6 +102,8 @@ class Collector:
         # What is no number at all is for the client to refuse.
         self._max_tokens: int = limit if type(limit) is int else sys.maxsize
         self._room = self._max_tokens  # that may come before the next delivery
+        # With so many tokens there is more to do than to keep them; the first one is such.
+        self._due_count = 1
         prompt = request.prompt_token_ids
         self._prompt_tokens = 0 if prompt is None else len(prompt)
         # Unbounded on purpose: one pump serves all requests and must not wait for one slow reader.
@@ -125,22 +128,27 @@ class Collector:
     # Sink ---------------------------------------------------------------------------------------
 
     def add_tokens(self, token_ids: list[int], timestamp: float, version: str | None) -> None:
-        # Each look at an attribute counts here: this is done for every token.
+        # Done for every token of every request: all that is not needed each time is in `_note_due`.
         held = self._token_ids
-        count = len(held) + len(token_ids)
-        if count > self._room:
-            raise too_many_tokens(self, self._max_tokens)
         held.fromlist(token_ids)  # all or none
+        if len(held) >= self._due_count:
+            self._note_due(len(token_ids))
         if timestamp:  # 0 is none
             self._times.append(timestamp)
         if version != self._version and version is not None:
             self._version = version
             self._spans.append((self.token_count - len(token_ids), version))
+
+    def _note_due(self, new_count: int) -> None:
+        """Refuse more tokens than were asked for, note the first one, wake who waits."""
+        held = self._token_ids
+        if len(held) > self._room:
+            del held[len(held) - new_count :]
+            raise too_many_tokens(self, self._max_tokens)
         if self._first_token_time is None:
             self._first_token_time = self._clock()
-            if self._interval:
-                self._waker.wake()
-        elif 0 < self._interval <= count:
+            self._due_count = min(self._interval or sys.maxsize, self._room + 1)
+        if self._interval:
             self._waker.wake()
 
     def add_raw_logprobs(
@@ -315,6 +323,8 @@ class Collector:
         del self._token_ids[:]
         self._delivered_count += len(token_ids)
         self._room -= len(token_ids)
+        if self._room < self._due_count:
+            self._due_count = self._room + 1
         return token_ids
 
     @property
