@@ -23,7 +23,6 @@ from trio_vllm.llm.output import (
     Completion,
     CompletionDelta,
     CompletionOutput,
-    Progress,
     WeightVersionSpan,
 )
 from trio_vllm.protocol import (
@@ -291,7 +290,8 @@ class Collector:
             token_ids=self._take_tokens(),
             progress=self._progress(),
         )
-        self._add_logprobs(delta)
+        if self._logprobs is not None or self._prompt_logprobs is not None:
+            self._add_logprobs(delta)
         if self._outputs_with_extras:
             self._add_extras(delta)
         if self._last is not None:
@@ -380,8 +380,9 @@ class Collector:
         completion.trace_headers = last.trace_headers
         completion.weight_versions = self._weight_versions()
 
-    def _progress(self) -> Progress:
-        return Progress(
+    def _progress(self) -> tuple[Any, ...]:
+        """The fields of `Progress`."""
+        return (
             self._prompt_tokens,
             self._delivered_count + len(self._token_ids),
             self._cached_tokens,

@@ -16,7 +16,7 @@ import trio
 from trio_vllm.concurrency import Waker
 from trio_vllm.errors import ConfigurationError
 from trio_vllm.llm.collector import Collector
-from trio_vllm.llm.output import RequestTimings, Usage
+from trio_vllm.llm.output import Progress, RequestTimings, Usage
 from trio_vllm.protocol import (
     EngineCoreEvent,
     EngineCoreOutput,
@@ -278,7 +278,7 @@ class ObservedCollector(Collector):
         self._tell_adapter(AdapterState.OVER)
         if self.is_refused:
             return
-        progress = self._progress()
+        progress = Progress._make(self._progress())
         completion = FinishedCompletion(
             request_id=self.request_id,
             external_request_id=self._external_id,
