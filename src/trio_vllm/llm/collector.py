@@ -272,9 +272,9 @@ class Collector:
         if self._last is not None:
             return not self._is_last_delivered
         count = len(self._token_ids)
-        if not self._interval or not count:
+        if not count or not self._interval:  # in this order: most looks are at nothing
             return False
-        return not self._delivered_count or count >= self._interval or self.error is not None
+        return count >= self._interval or not self._delivered_count or self.error is not None
 
     def take_delta(self) -> CompletionDelta:
         """Make a delivery of what came since the last one.
