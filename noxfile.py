@@ -101,7 +101,7 @@ def smoke(session: nox.Session) -> None:
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Run the benchmarks, or those named: ``nox -s bench -- NAME... --compare FILE``."""
-    session.install(".")
+    session.install(".[metrics]")
     if any(argument.startswith("--plot") for argument in session.posargs):
         session.install("matplotlib")
     session.run("python", "-m", "bench", *session.posargs, env={"PYTHONPATH": str(ROOT / "smoke")})

@@ -31,6 +31,18 @@ def measure_dispatch(effort: Effort) -> list[Figure]:
                 short=writer == MOCK,
             )
             figures.append(figure)
+        figure = ask_in_turns(
+            effort,
+            worker,
+            "dispatch to 256, final only, with metrics",
+            "outputs/CPU-s",
+            "more",
+            "without observers",
+            task="observed",
+            concurrency=256,
+            steps=effort.part(1000),
+        )
+        figures.append(figure)
         for concurrency in (64, 256):
             figure = ask_in_turns(
                 effort,

@@ -12,7 +12,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from bench.workers import Answer
 from ready import READY
-from trio_vllm import EngineCoreReadyResponse, Llm
+from trio_vllm import EngineCoreReadyResponse, Llm, Observer
 from trio_vllm.client import run_client
 from trio_vllm.protocol import EngineCoreOutput, FinishReason, defaults_of, index_of
 from trio_vllm.transport import Disconnect, EngineChannels, Received
@@ -97,13 +97,13 @@ def _request_id(payload: bytes | memoryview) -> str:
 
 
 @asynccontextmanager
-async def unwired_llm() -> AsyncIterator[tuple[Llm, Feed]]:
+async def unwired_llm(*observers: Observer) -> AsyncIterator[tuple[Llm, Feed]]:
     """Open an `Llm` on a `Feed`."""
     feed = Feed()
     _, disconnects = trio.open_memory_channel[Disconnect](0)
     ready = EngineCoreReadyResponse(**READY)
     async with run_client(EngineChannels("", "", {0: ready}, feed, feed, disconnects)) as client:
-        yield Llm(client), feed
+        yield Llm(client, observers=observers), feed
 
 
 def tokens_for(request_ids: Sequence[str], *, short: bool = False) -> Message:

@@ -11,13 +11,15 @@ from typing import NoReturn
 
 import ormsgpack
 import trio
+from prometheus_client import CollectorRegistry
 from trio.testing import wait_all_tasks_blocked
 
 from bench.meters import cpu_time_of, resident_bytes
 from bench.unwired import ends_of, in_trio, tokens_for, unwired_llm
 from bench.work_llm import generate, request, stream
 from bench.workers import Answer, answer_orders, reply
-from trio_vllm import GenerateRequest, Llm, SamplingParams
+from trio_vllm import GenerateRequest, Llm, Observer, SamplingParams
+from trio_vllm.llm.metrics import LlmMetrics
 
 GROUP = 1000
 """Requests that are made before their first tokens come."""
@@ -41,6 +43,30 @@ async def dispatch(*, concurrency: int, steps: int, short: bool) -> Answer:
         await feed.feed([last])
     outputs = concurrency * steps
     return {"value": outputs / seconds, "yardstick": outputs / yardstick}
+
+
+async def observed(*, concurrency: int, steps: int) -> Answer:
+    """Hand out tokens with an observer that keeps metrics; the yardstick does so without."""
+    metrics = LlmMetrics(CollectorRegistry())
+    return {
+        "value": await dispatched(concurrency, steps, metrics),
+        "yardstick": await dispatched(concurrency, steps),
+    }
+
+
+async def dispatched(concurrency: int, steps: int, *observers: Observer) -> float:
+    """Tokens per CPU second, to requests that are waited for to their end."""
+    async with unwired_llm(*observers) as (llm, feed), trio.open_nursery() as nursery:
+        for _ in range(concurrency):
+            nursery.start_soon(generate, llm, steps + 1)
+        ids = await feed.settled(concurrency)
+        step, last = tokens_for(ids), ends_of(ids)
+        feed.batch_limit = 16
+        begin = time.process_time()
+        await feed.feed([step] * steps)
+        seconds = time.process_time() - begin
+        await feed.feed([last])
+    return concurrency * steps / seconds
 
 
 async def wake_ups(*, concurrency: int, steps: int) -> Answer:
@@ -153,5 +179,5 @@ async def growth(work: Callable[[], Awaitable[None]]) -> int:
 
 
 if __name__ == "__main__":
-    tasks = (dispatch, wake_ups, submissions, memory)
+    tasks = (dispatch, observed, wake_ups, submissions, memory)
     answer_orders({task.__name__: in_trio(task) for task in tasks})

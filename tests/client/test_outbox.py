@@ -224,7 +224,9 @@ async def test_an_engine_that_dies_within_a_message_is_dead_for_the_rest_of_it()
         frames = encode_outputs(RequestBatchOutputs(outputs=rows, timestamp=1.0))
         padded = [bytes(frame) for frame in frames]
         assert len(padded[0]) > 8192
-        pieces = core.receive_in_pieces(padded, world.engine.outputs.connection)
+        pieces = core.receive_in_pieces(
+            padded, world.engine.outputs.connection, trio.current_time()
+        )
         next(pieces)
         await world.engine.send_sentinel()
         for _ in pieces:

@@ -23,7 +23,6 @@ from trio_vllm.llm.output import (
     Completion,
     CompletionDelta,
     CompletionOutput,
-    Progress,
     WeightVersionSpan,
 )
 from trio_vllm.protocol import (
@@ -49,8 +48,10 @@ class Collector:
 
     __slots__ = (
         "_arrival_time",
+        "_cached_tokens",
         "_clock",
         "_delivered_count",
+        "_due_count",
         "_end_time",
         "_events",
         "_first_token_time",
@@ -65,7 +66,7 @@ class Collector:
         "_prefill_stats",
         "_prompt_logprobs",
         "_prompt_tokens",
-        "_remotely_cached_tokens",
+        "_room",
         "_spans",
         "_times",
         "_token_ids",
@@ -101,6 +102,9 @@ class Collector:
         limit: Any = None if params is None else params.max_tokens
         # What is no number at all is for the client to refuse.
         self._max_tokens: int = limit if type(limit) is int else sys.maxsize
+        self._room = self._max_tokens  # that may come before the next delivery
+        # With so many tokens there is more to do than to keep them; the first one is such.
+        self._due_count = 1
         prompt = request.prompt_token_ids
         self._prompt_tokens = 0 if prompt is None else len(prompt)
         # Unbounded on purpose: one pump serves all requests and must not wait for one slow reader.
@@ -113,7 +117,7 @@ class Collector:
         self._pooled: Tensor | None = None
         self._events: list[EngineCoreEvent] = []
         self._prefill_stats: PrefillStats | None = None
-        self._remotely_cached_tokens = _remotely_cached_tokens(request.sampling_params)
+        self._cached_tokens = self._remotely_cached_tokens()
         self._last: EngineCoreOutput | None = None
         self._is_last_delivered = False
         self._delivered_count = 0
@@ -125,19 +129,27 @@ class Collector:
     # Sink ---------------------------------------------------------------------------------------
 
     def add_tokens(self, token_ids: list[int], timestamp: float, version: str | None) -> None:
-        if self._delivered_count + len(self._token_ids) + len(token_ids) > self._max_tokens:
-            raise too_many_tokens(self, self._max_tokens)
-        self._token_ids.fromlist(token_ids)  # all or none
+        # Done for every token of every request: all that is not needed each time is in `_note_due`.
+        held = self._token_ids
+        held.fromlist(token_ids)  # all or none
+        if len(held) >= self._due_count:
+            self._note_due(len(token_ids))
         if timestamp:  # 0 is none
             self._times.append(timestamp)
         if version != self._version and version is not None:
             self._version = version
             self._spans.append((self.token_count - len(token_ids), version))
+
+    def _note_due(self, new_count: int) -> None:
+        """Refuse more tokens than were asked for, note the first one, wake who waits."""
+        held = self._token_ids
+        if len(held) > self._room:
+            del held[len(held) - new_count :]
+            raise too_many_tokens(self, self._max_tokens)
         if self._first_token_time is None:
             self._first_token_time = self._clock()
-            if self._interval:
-                self._waker.wake()
-        elif self._interval and len(self._token_ids) >= self._interval:
+            self._due_count = min(self._interval or sys.maxsize, self._room + 1)
+        if self._interval:
             self._waker.wake()
 
     def add_raw_logprobs(
@@ -177,11 +189,16 @@ class Collector:
         if output.events:
             self._events += output.events
         if output.prefill_stats is not None:
-            self._prefill_stats = output.prefill_stats
+            self._add_prefill(output.prefill_stats)
         if output.finished:
             self._last = output
             self._end_time = self._clock()
             self._waker.wake()
+
+    def _add_prefill(self, stats: PrefillStats) -> None:
+        self._prefill_stats = stats
+        remote = self._remotely_cached_tokens()
+        self._cached_tokens = stats.num_cached_tokens if remote is None else remote
 
     def _add_pooled(self, pooled: Tensor, timestamp: float) -> None:
         self._pooled = pooled
@@ -257,9 +274,9 @@ class Collector:
         if self._last is not None:
             return not self._is_last_delivered
         count = len(self._token_ids)
-        if not self._interval or not count:
+        if not count or not self._interval:  # in this order: most looks are at nothing
             return False
-        return not self._delivered_count or count >= self._interval or self.error is not None
+        return count >= self._interval or not self._delivered_count or self.error is not None
 
     def take_delta(self) -> CompletionDelta:
         """Make a delivery of what came since the last one.
@@ -275,7 +292,8 @@ class Collector:
             token_ids=self._take_tokens(),
             progress=self._progress(),
         )
-        self._add_logprobs(delta)
+        if self._logprobs is not None or self._prompt_logprobs is not None:
+            self._add_logprobs(delta)
         if self._outputs_with_extras:
             self._add_extras(delta)
         if self._last is not None:
@@ -306,6 +324,9 @@ class Collector:
         token_ids = self._token_ids.tolist()
         del self._token_ids[:]
         self._delivered_count += len(token_ids)
+        self._room -= len(token_ids)
+        if self._room < self._due_count:
+            self._due_count = self._room + 1
         return token_ids
 
     @property
@@ -374,11 +395,12 @@ class Collector:
         completion.trace_headers = last.trace_headers
         completion.weight_versions = self._weight_versions()
 
-    def _progress(self) -> Progress:
-        return Progress(
+    def _progress(self) -> tuple[Any, ...]:
+        """The fields of `Progress`."""
+        return (
             self._prompt_tokens,
-            self.token_count,
-            self._cached_for_caller(),
+            self._delivered_count + len(self._token_ids),
+            self._cached_tokens,
             self._arrival_time,
             self._first_token_time,
             self._clock() if self._end_time is None else self._end_time,
@@ -388,10 +410,21 @@ class Collector:
             len(self._times),
         )
 
-    def _cached_for_caller(self) -> int | None:
-        if self._remotely_cached_tokens is None:
-            return None if self._prefill_stats is None else self._prefill_stats.num_cached_tokens
-        return min(max(self._remotely_cached_tokens, 0), self._prompt_tokens)
+    def _remotely_cached_tokens(self) -> int | None:
+        """Prompt tokens that the engine which did the prefill found in its cache.
+
+        To the engine that gets the prompt from there all of it looks cached. See ``RequestState`` in
+        ``vllm/v1/engine/output_processor.py``.
+        """
+        params = self._params
+        # This is read before the client has refused what is no map.
+        if params is None or not isinstance(params.extra_args, Mapping):
+            return None
+        transfer = params.extra_args.get("kv_transfer_params")
+        if not isinstance(transfer, Mapping) or not transfer.get("do_remote_prefill"):
+            return None
+        cached = transfer.get("remote_prefill_cached_tokens")
+        return min(max(cached, 0), self._prompt_tokens) if type(cached) is int else None
 
     def _weight_versions(self) -> tuple[WeightVersionSpan, ...]:
         spans, end = [], self._delivered_count
@@ -409,22 +442,6 @@ def _has_extras(output: EngineCoreOutput) -> bool:
         or output.routed_experts is not None
         or output.num_nans_in_logits > 0
     )
-
-
-def _remotely_cached_tokens(params: EngineCoreSamplingParams | None) -> int | None:
-    """Prompt tokens that the engine which did the prefill found in its cache.
-
-    To the engine that gets the prompt from there all of it looks cached. See ``RequestState`` in
-    ``vllm/v1/engine/output_processor.py``.
-    """
-    # This is read before the client has refused what is no map.
-    if params is None or not isinstance(params.extra_args, Mapping):
-        return None
-    transfer = params.extra_args.get("kv_transfer_params")
-    if not isinstance(transfer, Mapping) or not transfer.get("do_remote_prefill"):
-        return None
-    cached = transfer.get("remote_prefill_cached_tokens")
-    return cached if type(cached) is int else None
 
 
 def _present(parts: Iterable[T | None]) -> list[T]:

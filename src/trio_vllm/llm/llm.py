@@ -80,6 +80,8 @@ class Generation:
     def _next_due(self) -> Collector | None:
         """Choose in turn: with a slow caller the first completion might always be due."""
         collectors, turn = self.collectors, self._turn
+        if len(collectors) == 1:
+            return collectors[0] if collectors[0].is_due else None
         for number in range(turn, turn + len(collectors)):
             collector = collectors[number % len(collectors)]
             if collector.is_due:
@@ -96,10 +98,19 @@ class Generation:
 
     async def _wait_for_change(self) -> None:
         """Wait until there may be a delivery, an end or an error; a checkpoint if there is one."""
-        if self._has_ended() or any(c.is_due or c.error is not None for c in self.collectors):
+        if self._has_changed():
             await trio.lowlevel.checkpoint()
         else:
             await self._waker.wait()
+
+    def _has_changed(self) -> bool:
+        # A loop and no generator: a stream's reader looks here for each token.
+        has_ended = True
+        for collector in self.collectors:
+            if collector.is_due or collector.error is not None:
+                return True
+            has_ended = has_ended and collector.finished
+        return has_ended
 
     def _has_ended(self) -> bool:
         return all(collector.finished for collector in self.collectors)

@@ -336,6 +336,7 @@ class LlmMetrics(Observer):
         self._metrics: dict[str, Any] = {}
         self._children: dict[tuple[str, ...], Any] = {}
         self._begun: set[tuple[int, str]] = set()
+        self._token_children: dict[int, tuple[Any, Any]] = {}
         self._adapters = _Adapters()
 
     def start(self, engine_indices: Iterable[int], max_model_len: int, max_loras: int) -> None:
@@ -505,8 +506,14 @@ class LlmMetrics(Observer):
         self._observe(engine_index, "time_to_first_token_seconds", seconds)
 
     def tokens(self, engine_index: int, count: int, seconds: float | None) -> None:
-        self._count(engine_index, "generation_tokens", count)
-        self._observe(engine_index, "inter_token_latency_seconds", seconds)
+        # Called for every token of every request, so these two are at hand.
+        if (children := self._token_children.get(engine_index)) is None:
+            names = ("generation_tokens", "inter_token_latency_seconds")
+            tokens, latencies = (self._child(engine_index, name) for name in names)
+            children = self._token_children[engine_index] = tokens, latencies
+        children[0].inc(count)
+        if seconds is not None:
+            children[1].observe(max(seconds, 0.0))
 
     def finished(self, engine_index: int, completion: FinishedCompletion) -> None:
         usage, timings, params = completion.usage, completion.timings, completion.sampling_params

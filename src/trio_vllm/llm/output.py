@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 
@@ -105,13 +105,12 @@ def _between(earlier: float | None, later: float | None) -> float | None:
     return None if earlier is None or later is None else later - earlier
 
 
-@attrs.define
-class Progress:
+class Progress(NamedTuple):
     """What was known of a completion at a delivery; `Usage` and `RequestTimings` are made of it.
 
     They are made when they are asked for, since most readers of a stream do not, and each object
-    costs as much as the rest of a delivery. Events and times are lists that go on growing, so it
-    keeps how much of them was there.
+    costs as much as the rest of a delivery; so it is a bare tuple until then, too. Events and times
+    are lists that go on growing, so it keeps how much of them was there.
     """
 
     prompt_tokens: int
@@ -184,17 +183,18 @@ class Completion:
     ec_transfer_params: dict[str, Any] | None = None
     trace_headers: dict[str, str] | None = None
 
-    _progress: Progress
+    _progress: tuple[Any, ...]
+    """The fields of `Progress`."""
 
     @property
     def usage(self) -> Usage:
         """Token counts up to and with this delivery."""
-        return self._progress.usage()
+        return Progress._make(self._progress).usage()
 
     @property
     def timings(self) -> RequestTimings:
         """Durations up to this delivery."""
-        return self._progress.timings()
+        return Progress._make(self._progress).timings()
 
 
 @attrs.define(kw_only=True, eq=False)
