@@ -1,6 +1,7 @@
 """How the documentation is built; ``nox -s docs`` does it, with warnings as errors."""
 
 from importlib.metadata import version as version_of
+from typing import Any
 
 project = "trio-vllm"
 author = "The trio-vllm developers"
@@ -22,3 +23,16 @@ autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_custom_sections = [("Cancellation", "notes_style")]
+
+
+def cut_field_help(
+    _app: Any, what: str, _name: str, _object: Any, _options: Any, lines: list[str]
+) -> None:
+    """Take out what ``help()`` says of fields: here they are members with docstrings of their own."""
+    if what == "class" and "Fields:" in lines:
+        del lines[lines.index("Fields:") :]
+
+
+def setup(app: Any) -> None:
+    """Called by sphinx."""
+    app.connect("autodoc-process-docstring", cut_field_help, priority=1)

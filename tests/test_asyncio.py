@@ -457,7 +457,9 @@ async def test_a_command_that_cannot_start(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "door", [trio_vllm.asyncio.open_llm, trio_vllm.open_llm], ids=["asyncio", "trio"]
+    "door",
+    [trio_vllm.asyncio.open_llm, trio_vllm.open_llm, trio_vllm.open_client],
+    ids=["asyncio", "trio", "client"],
 )
 def test_opening_without_async_with(address: str, door: Callable[..., Any]) -> None:
     """What was forgotten is in the error."""
@@ -466,7 +468,8 @@ def test_opening_without_async_with(address: str, door: Callable[..., Any]) -> N
     async def wait() -> None:
         await opening
 
+    name = door.__name__
     with pytest.raises(
-        TypeError, match=r"cannot be awaited: write `async with open_llm\(\.\.\.\) as"
+        TypeError, match=rf"cannot be awaited: write `async with {name}\(\.\.\.\) as"
     ):
         asyncio.run(wait())

@@ -1,11 +1,13 @@
 """The public names: exactly those, documented, and cheap until they are used."""
 
 import inspect
+import pydoc
 import subprocess
 import sys
 from importlib import import_module
 from types import ModuleType
 
+import attrs
 import pytest
 
 import trio_vllm
@@ -165,3 +167,32 @@ def test_packages_stay_reachable() -> None:
     """The names do not hide the packages they come from."""
     for package in PUBLIC_PACKAGES:
         assert isinstance(import_module(f"trio_vllm.{package}"), ModuleType)
+
+
+# help() -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["SamplingParams", "HandshakeOwner", "CompletionOutput", "CompletionDelta"]
+)
+def test_help_says_what_fields_mean(name: str) -> None:
+    """Each field that has a docstring in the source is there, besides the class's own."""
+    cls = getattr(trio_vllm, name)
+
+    text = pydoc.render_doc(cls, renderer=pydoc.plaintext)  # type: ignore[attr-defined]
+
+    fields = text.partition("Fields:\n")[2]
+    assert any(f"   {field.name}: " in fields for field in attrs.fields(cls))
+    assert str(cls.__doc__).strip().splitlines()[0] in text
+
+
+def test_help_of_a_field_of_a_base_class() -> None:
+    """It is in the order of the constructor, with all its lines in one."""
+    assert "\n  prompt_token_ids: " in str(trio_vllm.GenerateRequest.__doc__)
+    assert "\n  engine_count: Engines 0 to " in str(trio_vllm.HandshakeOwner.__doc__)
+
+
+def test_help_of_what_has_no_fields() -> None:
+    """It is the docstring and nothing else."""
+    assert "Fields:" not in str(trio_vllm.FinishReason.__doc__)
+    assert "Fields:" not in str(trio_vllm.open_llm.__doc__)

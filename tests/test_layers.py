@@ -76,7 +76,8 @@ RULES = {
         IMPURE | {"cyclopts", "rich", "trio"},
     ),
     PUBLIC_NAMES: Allowed(frozenset({"_lazy", "llm", "client", "protocol", "errors", "spawn"})),
-    "_lazy": Allowed(frozenset()),
+    "_lazy": Allowed(frozenset({"_help"})),
+    "_help": Allowed(frozenset()),
     "__main__": Allowed(frozenset({"cli"})),
 }
 """By layer, that is by the name of a folder or module at the root; a longer path wins."""

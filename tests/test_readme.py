@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 import shlex
 import subprocess
@@ -43,7 +45,7 @@ def test_the_program_runs(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/handshake"
     assert default in program
     mock_engine = [sys.executable, "-m", "trio_vllm", "mock-engine", "--handshake-address", address]
-    with subprocess.Popen(mock_engine, stderr=subprocess.DEVNULL) as mock:
+    with subprocess.Popen(mock_engine, stderr=subprocess.PIPE, text=True) as mock:
         done = subprocess.run(
             [sys.executable, "-c", program.replace(default, address)],
             capture_output=True,
@@ -51,11 +53,73 @@ def test_the_program_runs(tmp_path: Path) -> None:
             timeout=60,
         )
         mock.terminate()
+        _, log = mock.communicate()
 
     assert done.stderr == ""
     final, *deltas = done.stdout.splitlines()
     assert final.endswith("] length Usage(prompt_tokens=3, output_tokens=16, cached_tokens=0)")
     assert sum(len(delta.split(",")) for delta in deltas) == 16
+    shown = without_numbers(blocks("text")[1]).splitlines()
+    assert [line for line in shown if line not in without_numbers(log).splitlines()] == []
+
+
+def without_numbers(text: str) -> str:
+    """The same with another number in the place of each."""
+    return re.sub(r"\d+", "0", text)
+
+
+def test_the_output_of_llm_smoke(capsys: pytest.CaptureFixture[str]) -> None:
+    """What it prints, name by name; values that are not drawn anew are the same."""
+    shown = blocks("text")[0].splitlines()
+
+    assert llm_smoke.main(["generate", "--mock"]) == 0
+
+    printed = capsys.readouterr().out.splitlines()
+    drawn = ("handshake_address", "input_address", "output_address", "request_id", "token_ids")
+    assert [line.partition("=")[0] for line in shown] == [
+        line.partition("=")[0] for line in printed
+    ]
+    assert [line for line in shown if not line.startswith(drawn)] == [
+        line for line in printed if not line.startswith(drawn)
+    ]
+
+
+def programs() -> dict[str, str]:
+    """The whole programs in the docs, by the page and their number there."""
+    return {
+        f"{page.parent.name}-{page.stem}-{number}": code
+        for page in sorted((ROOT / "docs").rglob("*.md"))
+        for number, code in enumerate(blocks("python", page.read_text(encoding="utf-8")))
+        if re.search(r"^(trio|asyncio)\.run\(", code, re.MULTILINE)
+    }
+
+
+@pytest.mark.parametrize("name", programs())
+def test_programs_of_the_docs_run(name: str, tmp_path: Path) -> None:
+    """Against a mock engine, or one that they start themselves."""
+    address = f"ipc://{tmp_path}/h" if len(str(tmp_path)) < 80 else "tcp://127.0.0.1:29551"
+    code = programs()[name].replace("tcp://127.0.0.1:29550", address)
+    code = code.replace('"mock-engine",', f'"{sys.executable}", "-m", "trio_vllm", "mock-engine",')
+    engine = [sys.executable, "-m", "trio_vllm", "mock-engine", "--handshake-address", address]
+    with subprocess.Popen(engine, stderr=subprocess.DEVNULL) as mock:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+        )
+        mock.terminate()
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=str)
+def test_pieces_of_the_docs_are_python(page: Path) -> None:
+    """Also those that are no whole programs, and the names that they import are there."""
+    for code in blocks("python", page.read_text(encoding="utf-8")):
+        tree = compile(code, str(page), "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trio_vllm"):
+                module = importlib.import_module(node.module or "")
+                assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
 
 
 @pytest.mark.parametrize("command", sorted(set(map(shlex.join, commands()))))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
+from trio_vllm._help import add_field_help
+
 
 def install_lazy_importer(package: str) -> bool:
     """Let ``package`` import its names when they are asked for; False if its source cannot be read.
@@ -22,6 +24,7 @@ def install_lazy_importer(package: str) -> bool:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(homes[name]), name)
+        add_field_help(value)
         setattr(module, name, value)  # the next use does not come here
         return value
 

@@ -1,0 +1,57 @@
+"""`FieldHelp`: lets ``help()`` of a class of values say what each field means."""
+
+from __future__ import annotations
+
+import sys
+
+
+class FieldHelp:
+    """The docstring of an attrs class, followed by those of its fields.
+
+    Python keeps no docstrings of fields, so they are read from the source, when somebody asks.
+    """
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str | None) -> None:
+        self._text = text or ""
+
+    def __get__(self, instance: object, owner: type) -> str:
+        lines = [f"  {name}: {' '.join(doc.split())}" for name, doc in _field_docs(owner).items()]
+        return "\n".join([self._text, "", "Fields:", *lines]) if lines else self._text
+
+
+def add_field_help(value: object) -> None:
+    """Let a class of values explain its fields; others stay as they are."""
+    if isinstance(value, type) and "__attrs_attrs__" in vars(value):
+        text = vars(value).get("__doc__")
+        if not isinstance(text, FieldHelp):
+            value.__doc__ = FieldHelp(text)  # type: ignore[assignment]
+
+
+def _field_docs(owner: type) -> dict[str, str]:
+    """The docstrings of the fields, by name, in the order of the constructor."""
+    found: dict[str, str] = {}
+    for cls in reversed(owner.__mro__):
+        found |= _docs_in_source(cls)
+    names = [field.name for field in getattr(owner, "__attrs_attrs__", ())]
+    return {name: found[name] for name in names if name in found}
+
+
+def _docs_in_source(cls: type) -> dict[str, str]:
+    import ast  # noqa: PLC0415  (5 ms that only help needs)
+    from itertools import pairwise  # noqa: PLC0415
+
+    path = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    if path is None or not cls.__module__.startswith("trio_vllm"):
+        return {}
+    with open(path, encoding="utf-8") as source:
+        tree = ast.parse(source.read())
+    docs = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
+            for field, text in pairwise(node.body):
+                match field, text:
+                    case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(doc))):
+                        docs[name] = doc
+    return docs
