@@ -177,3 +177,14 @@ async def test_adopted_listener_is_closed_with_the_socket() -> None:
 
     with stdlib_socket.socket() as connection:
         assert connection.connect_ex(address) != 0
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "*", "[::1]", "[::]"])
+async def test_listening_on_all_interfaces_is_warned_about(
+    context: ZmqContext, caplog: pytest.LogCaptureFixture, host: str
+) -> None:
+    """The protocol has no passwords: whoever can connect is believed."""
+    address = context.socket(SocketType.PULL).bind(f"tcp://{host}:0")
+
+    expected = f"whoever reaches this machine can connect to {address}"
+    assert (expected in caplog.messages) == (host in {"0.0.0.0", "*", "[::]"})

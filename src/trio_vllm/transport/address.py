@@ -23,6 +23,12 @@ class Endpoint:
     text: str
     is_ipv6: bool = False
 
+    @property
+    def is_wildcard(self) -> bool:
+        """Whether it stands for all interfaces of this machine."""
+        scheme, _, rest = self.text.partition("://")
+        return scheme == "tcp" and is_wildcard(rest.rpartition(":")[0])
+
 
 MAX_LENGTH = 400
 """Characters of an address: names of hosts and paths of sockets are shorter, and a peer may tell us any."""

@@ -13,6 +13,7 @@ A message is taken, or handed over, in one synchronous step, after which nothing
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections import deque
@@ -27,6 +28,8 @@ from trio_vllm.errors import AddressInUseError, ConfigurationError, PeerGoneErro
 from trio_vllm.protocol import Buffer, Frames
 from trio_vllm.transport.address import SocketFile, check_listener, parse_endpoint, prepare_path
 from trio_vllm.transport.channels import Received
+
+_log = logging.getLogger("trio_vllm.transport")
 
 POLL_INTERVALS = (0.0005, 0.005)
 """Seconds between two checks for room, the first one and the longest: ØMQ gives lent memory back without
@@ -175,6 +178,8 @@ class ZmqSocket:
         finally:
             os.umask(mask)
         self.address = self._raw.get_string(zmq.LAST_ENDPOINT)
+        if endpoint.is_wildcard:
+            _log.warning("whoever reaches this machine can connect to %s", self.address)
         if self.address.startswith("ipc://") and listener is None:
             self._file = SocketFile.at(self.address)
         return self.address
