@@ -184,7 +184,7 @@ async def _receive_request(
     connection: h11.Connection, stream: trio.abc.Stream
 ) -> h11.Request | None:
     """The next request; None if the connection ends without."""
-    while True:
+    while True:  # noqa: ASYNC913
         event = connection.next_event()
         if event is h11.NEED_DATA:
             connection.receive_data(bytes(await stream.receive_some()))
