@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import attrs
 import pytest
 import trio
 from tests.transport.peers import ANY_PORT, LIMIT
@@ -18,7 +19,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trio_vllm.errors import ConfigurationError
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
-from trio_vllm.transport.zmq_socket import BUDGETED_SIZE, ZERO_COPY_SIZE, ZmqSocket
+from trio_vllm.transport.zmq_socket import BUDGETED_SIZE, ZERO_COPY_SIZE, SendBudget, ZmqSocket
 
 
 async def test_late_listener_gets_the_last_message_within_the_linger(tmp_path: Path) -> None:
@@ -245,22 +246,83 @@ async def test_send_high_water_mark_bounds_what_waits(context: ZmqContext, tmp_p
 
 
 @pytest.mark.parametrize("size", [BUDGETED_SIZE, ZERO_COPY_SIZE])
-async def test_of_large_messages_fewer_wait(context: ZmqContext, tmp_path: Path, size: int) -> None:
+async def test_of_large_messages_fewer_wait_for_a_late_peer(
+    context: ZmqContext, tmp_path: Path, size: int
+) -> None:
     """And a sender that waits goes on when the peer has taken some."""
-    push = context.socket(SocketType.PUSH, send_high_water_mark=100, send_budget=4 * size)
+    push = context.socket(SocketType.PUSH, send_high_water_mark=1000, send_budget=4 * size)
     push.connect(address := f"ipc://{tmp_path}/socket")
     large: list[bytes | memoryview] = [bytes(size), memoryview(b"in two frames")]
+    for _ in range(4):
+        push.send_nowait(large)
+    await trio.sleep(0.1)  # no peer has taken anything in this time
 
-    assert send_until_full(push, large) == 4
-    assert send_until_full(push, [b"small"]) == 96
+    assert send_until_full(push, large) == 0
+    assert send_until_full(push, [b"small"]) == 996
 
     pull = context.socket(SocketType.PULL)
     pull.bind(address)
     with trio.fail_after(LIMIT):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(send_many, push, large, 50)
-            received = [await pull.receive() for _ in range(150)]
-    assert received == [large] * 4 + [[b"small"]] * 96 + [large] * 50
+            received = [await pull.receive() for _ in range(1050)]
+    assert received == [large] * 4 + [[b"small"]] * 996 + [large] * 50
+
+
+@attrs.define
+class Lent:
+    """A message that is out when the test says so."""
+
+    done: bool = False
+
+
+def test_a_budget_is_what_the_peer_takes_in_time() -> None:
+    now = 0.0
+    budget = SendBudget(1_000_000, 10_000_000, delay=0.02, clock=lambda: now)
+    lent = [Lent() for _ in range(11)]
+    full = []
+    for tracker in lent:
+        full.append(budget.is_full)
+        budget.add_lent(tracker, 990_000)
+    full.append(budget.is_full)
+    assert full == [False] * 11 + [True]  # 10.9 MB are more than may ever wait
+
+    lent[0].done = True
+    full = [budget.is_full]
+    now = 0.03
+    full.append(budget.is_full)
+    for tracker in lent[:10]:
+        tracker.done = True
+    full.append(budget.is_full)
+    # What was sent at 0 should be out by now; the last one alone may wait for any time.
+    assert full == [False, True, False]
+
+
+def test_the_longer_a_peer_keeps_up_the_less_is_lent() -> None:
+    now = 0.0
+    budget = SendBudget(100_000, 16_000_000, delay=0.02, clock=lambda: now)
+    copied = []
+    for _ in range(6):
+        copied.append(copy_until_lent(budget))
+        tracker = Lent()
+        budget.add_lent(tracker, 10_000)
+        tracker.done = True
+    assert copied == [4, 9, 19, 39, 79, 99]
+
+    budget.add_lent(Lent(), 100_000)
+    now = 0.03
+    assert budget.is_full
+    assert copy_until_lent(budget) == 0
+    assert budget.may_copy(BUDGETED_SIZE - 1)
+
+
+def copy_until_lent(budget: SendBudget) -> int:
+    """How many messages of 10 kB may be copied."""
+    for count in itertools.count():
+        if not budget.may_copy(10_000):
+            return count
+        budget.add_copied(10_000)
+    raise AssertionError
 
 
 async def send_many(socket: ZmqSocket, message: list[bytes | memoryview], count: int) -> None:

@@ -45,10 +45,10 @@ from trio_vllm.transport.zmq_socket import ZmqSocket
 
 T = TypeVar("T")
 
-OUTPUT_BYTES = 1 << 19
-"""Bytes of outputs, if their number is bounded, that may wait for a client in ØMQ. A client may take
-milliseconds for a few kilobytes, and what is new comes behind them; fewer would cost speed."""
-BUFFERED_BYTES = 1 << 17
+OUTPUT_BYTES = 1 << 18
+"""Bytes of outputs, if their number is bounded, that may wait in ØMQ for a client that is slow. It may
+take milliseconds for a few kilobytes, and what is new comes behind them."""
+BUFFERED_BYTES = 1 << 19
 """Bytes of them that may wait in the operating system, which would take megabytes."""
 
 DESCRIPTORS_PER_ENGINE = 2 * (PER_SOCKET + 1)

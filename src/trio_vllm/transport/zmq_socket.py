@@ -18,6 +18,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
+from time import monotonic
 from typing import Protocol, TypeVar
 
 import attrs
@@ -35,41 +36,74 @@ POLL_INTERVALS = (0.0005, 0.005)
 """Seconds between two checks for room, the first one and the longest: ØMQ gives lent memory back without
 waking any task. A peer that keeps up has taken a budget in less than the first."""
 
-Lent = tuple[zmq.MessageTracker, int]
+
+class Tracker(Protocol):
+    """Says whether ØMQ still needs the memory of a message."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has given it back."""
+        ...
+
+
+@attrs.frozen
+class _Lent:
+    """A message whose memory is lent to ØMQ, with those that were copied before it."""
+
+    tracker: Tracker
+    size: int
+    """Bytes of them all."""
+    time: float
 
 
 @attrs.define
 class SendBudget:
-    """The bytes of messages that wait for the peer of one socket.
+    """The bytes of messages that may wait for the peer of one socket.
+
+    They are as many as the peer takes in a short time, and some kilobytes in any case: for what is new
+    comes behind them. A peer that keeps up so gets large batches.
 
     ØMQ bounds what waits by the number of messages, whatever their size, and does not report when
     one of them is out. But memory that is lent to it, it gives back. To lend costs twenty times as much
-    as to copy some kilobytes, so only one message in half a budget is lent: when it is out, all that
-    were sent before are.
+    as to copy some kilobytes, so only one message in so many bytes is lent: when it is out, all that
+    were sent before are. There are more bytes to it the longer the peer keeps up.
     """
 
-    _limit: int
-    """In bytes; the message that goes beyond is still taken."""
-    _lent: deque[Lent] = attrs.field(factory=deque, init=False)
+    _least: int
+    """Bytes that may wait even if the peer takes nothing; the message that goes beyond is still taken."""
+    _most: int = 16 * 1024 * 1024
+    _delay: float = 0.02
+    """Seconds in which the peer should take what waits, if it is more than the least."""
+    _clock: Callable[[], float] = monotonic
+    _lent: deque[_Lent] = attrs.field(factory=deque, init=False)
     _size: int = attrs.field(default=0, init=False)
     _copied: int = attrs.field(default=0, init=False)
     """Bytes since the last message that was lent."""
+    _copied_most: int = attrs.field(
+        default=attrs.Factory(lambda self: self._least // 2, takes_self=True), init=False
+    )
 
     @property
     def is_full(self) -> bool:
         """Whether no more should be sent."""
-        if self._size < self._limit:
+        if self._size < self._least:
             return False
-        while self._lent and self._lent[0][0].done:
-            self._size -= self._lent.popleft()[1]
-        return self._size >= self._limit
+        self._forget_sent()
+        if self._size < self._least or not self._lent:
+            return False
+        is_late = self._clock() - self._lent[0].time > self._delay
+        if is_late:
+            self._copied_most = self._least // 2
+        return is_late or self._size >= self._most
+
+    def _forget_sent(self) -> None:
+        while self._lent and self._lent[0].tracker.done:
+            self._size -= self._lent.popleft().size
 
     def may_copy(self, size: int) -> bool:
         """Whether a message of this size may be sent as it is, and none has to be lent now."""
         return size < BUDGETED_SIZE or (
-            size < ZERO_COPY_SIZE
-            and self._size < self._limit
-            and self._copied + size < self._limit // 2
+            size < ZERO_COPY_SIZE and self._copied + size < self._copied_most and not self.is_full
         )
 
     def add_copied(self, size: int) -> None:
@@ -78,9 +112,12 @@ class SendBudget:
             self._copied += size
             self._size += size
 
-    def add_lent(self, tracker: zmq.MessageTracker, size: int) -> None:
+    def add_lent(self, tracker: Tracker, size: int) -> None:
         """Count a message; it and those before are out when its tracker is done."""
-        self._lent.append((tracker, self._copied + size))
+        self._forget_sent()
+        if not self._lent:
+            self._copied_most = min(self._copied_most * 2, self._most // 16)
+        self._lent.append(_Lent(tracker, self._copied + size, self._clock()))
         self._size += size
         self._copied = 0
 
