@@ -1,4 +1,4 @@
-"""`running` runs tasks beside a block of code; `Waker` wakes the one task that waits for it; `Turns`.
+"""`running` runs tasks beside a block; `Waker` wakes the task that waits for it; `Turns` shares out turns.
 
 The only place that takes exceptions out of groups. It keeps all of them out of the nursery, which
 would wrap them, and sorts them when the nursery is closed. `explains_misuse` is for functions whose

@@ -186,6 +186,11 @@ class SpawnedEngine:
         return self._owner.engine_indices
 
     @property
+    def is_for_one_client(self) -> bool:
+        """Whether the engines are told one output address: that of client 0."""
+        return self._owner.is_for_one_client
+
+    @property
     def handshake_address(self) -> str:
         """Where the engines of the present run of the command report."""
         return self._run.address

@@ -11,6 +11,7 @@ from tests.ready import ready_response
 from trio_vllm.client import EngineInfo, HandshakeOwner, OutputStream, open_client
 from trio_vllm.errors import ClientClosedError, ConfigurationError, InvalidFieldError
 from trio_vllm.protocol import KvEventsConfig, SchedulerStats
+from trio_vllm.transport import InMemory
 
 
 def fleet(*changes: dict[str, Any]) -> EngineInfo:
@@ -151,7 +152,7 @@ async def test_open_client_drives_the_engines_of_its_source() -> None:
 
 @pytest.mark.parametrize("client_index", [1, -1])
 async def test_engines_of_our_handshake_know_one_client(client_index: int) -> None:
-    mode = HandshakeOwner(handshake_address="tcp://127.0.0.1:1")
-    with pytest.raises(ConfigurationError, match="one output address"):
-        async with open_client(mode, client_index=client_index):
-            raise AssertionError("nobody would answer")
+    for mode in (HandshakeOwner(handshake_address="tcp://127.0.0.1:1"), InMemory()):
+        with pytest.raises(ConfigurationError, match="one output address"):
+            async with open_client(mode, client_index=client_index):
+                raise AssertionError("nobody would answer")

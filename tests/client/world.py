@@ -172,9 +172,9 @@ class HandDriven:
     stranger: MemorySender
 
     @property
-    def engine_indices(self) -> range:
-        """The engines."""
-        return range(len(self.engines))
+    def is_for_one_client(self) -> bool:
+        """They answer any client."""
+        return False
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[EngineChannels]:

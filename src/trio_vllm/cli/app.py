@@ -1,4 +1,4 @@
-"""What both commands share: options and their sources, output, signals, exit codes.
+"""`invoke` runs a command; what both commands share: options and their sources, output, signals, exit codes.
 
 Showing the help is to be quick, so nothing here imports trio (a third of a second) before a command
 runs.

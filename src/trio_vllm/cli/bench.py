@@ -1,4 +1,4 @@
-"""``llm-smoke bench``: sends a load to the engines and reports latencies and throughput.
+"""`bench` (``llm-smoke bench``) sends a load to the engines and reports latencies and throughput.
 
 A command of ``llm-smoke`` and not one of its own: it finds, starts and ends its engines just so.
 """

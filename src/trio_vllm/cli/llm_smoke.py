@@ -1,4 +1,4 @@
-"""``llm-smoke``: the app and its commands, which check headless engines end to end."""
+"""`main` runs ``llm-smoke``, whose commands check headless engines end to end."""
 
 from __future__ import annotations
 

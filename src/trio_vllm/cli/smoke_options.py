@@ -1,4 +1,4 @@
-"""The options of ``llm-smoke``, each documented once, and what makes no sense among them.
+"""`SmokeOptions` declares the options of ``llm-smoke``; `check_usage` refuses what makes no sense among them.
 
 Names and defaults are those of the ``external_engine_*`` examples of vLLM's Rust crates.
 """

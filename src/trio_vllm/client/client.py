@@ -29,7 +29,6 @@ from trio_vllm.transport import (
     EngineChannels,
     EngineSource,
     FollowerChannels,
-    HandshakeOwner,
     LeaderChannels,
 )
 
@@ -260,7 +259,7 @@ async def open_client(
 
     Args:
       mode: How we come by the engines: `HandshakeOwner` if we do the startup handshake,
-        `Bootstrapped` if a supervisor has done it.
+        `Bootstrapped` if a supervisor has done it, or what `trio_vllm.spawn_engine` gives.
       client_index: Which of the frontend's clients we are; engines answer on that output address.
         They are told but one address by us, so other clients need a supervisor (`Bootstrapped`).
       vocab_size: Number of the model's token ids. An engine dies of an id beyond it and does not
@@ -302,10 +301,11 @@ async def open_client(
     Cancellation:
       Leaves nothing behind, at any point.
     """
-    if client_index and isinstance(mode, HandshakeOwner):
+    if client_index and mode.is_for_one_client:
         raise ConfigurationError(
-            f"client_index must be 0, not {client_index}: HandshakeOwner tells the engines one output"
-            " address, and they would answer on one that does not exist"
+            f"client_index must be 0, not {client_index}: these engines are told one output address,"
+            " and would answer on one that does not exist; only a supervisor's (Bootstrapped) have"
+            " several clients"
         )
     async with (
         mode.connect() as channels,

@@ -1,4 +1,4 @@
-"""`Engine`: all that is known of one engine; `EngineTable`: detects dead ones; which gets a request."""
+"""`Engine` holds all that is known of one engine; `EngineTable` detects dead ones; a `LoadBalancer` chooses."""
 
 from __future__ import annotations
 
@@ -183,11 +183,6 @@ class Engine:
         )
 
     # Messages -----------------------------------------------------------------------------------
-
-    @property
-    def has_messages(self) -> bool:
-        """Whether it is to be sent anything."""
-        return bool(self.messages or self.aborts)
 
     def send(
         self,

@@ -1,4 +1,4 @@
-"""JSON schemas that a grammar backend cannot compile, or compiles without all of their keywords.
+"""`find_xgrammar_fault` and `find_guidance_fault` tell what of a JSON schema a backend cannot compile.
 
 xgrammar drops some keywords without a word: a completion then breaks the schema. Upstream's
 frontends refuse those, see ``has_xgrammar_unsupported_json_features`` in

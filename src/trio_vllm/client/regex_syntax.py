@@ -1,4 +1,4 @@
-"""Regular expressions that a grammar backend cannot compile, as far as their text tells.
+"""`find_fault` tells what of a regular expression a grammar backend cannot compile.
 
 Upstream's frontends compile them with the backend itself, which is no dependency of this package.
 What is found here, the backend refuses; it may refuse more.

@@ -1,4 +1,4 @@
-"""Utility calls: which are refused, what results must be, and the table of the calls under way.
+"""`UtilityCallTable` keeps the utility calls under way; `check_utility_call` refuses those that kill engines.
 
 What a method takes and gives is defined by ``EngineCore`` and ``EngineCoreProc`` in upstream's
 ``vllm/v1/engine/core.py``.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from trio_vllm.client.engines import EngineConnections
 from trio_vllm.errors import DecodeError, EngineDeadError
@@ -43,19 +43,6 @@ under way; what is far ahead is a mistake that no later message could put right.
 RESUBSCRIBE_GRACE = 1.0
 """Seconds that an engine has to connect to the broadcasts again, or we to the coordinator, which ØMQ
 does in tenths of one."""
-
-
-class WaveTracker(Protocol):
-    """What the client needs of either."""
-
-    @property
-    def current_wave(self) -> int:
-        """What a request is stamped with."""
-        ...
-
-    def send_request(self, engine_index: int) -> Messages:
-        """A request is sent to this engine."""
-        ...
 
 
 class WaveLeader:

@@ -1,4 +1,4 @@
-"""Statistics of KV connectors, NIXL and Mooncake, out of the untyped map that engines send.
+"""`read_connector_stats` reads the statistics of KV connectors (NIXL, Mooncake) out of an untyped map.
 
 Mirrors the ``*KVConnectorStats`` of ``vllm/distributed/kv_transfer/kv_connector/v1``, ``nixl/stats.py``,
 ``mooncake/stats.py`` and ``mooncake/store/metrics.py``. A `MultiConnector` sends a map of such maps by

@@ -1,4 +1,4 @@
-"""Hashes of KV-cache blocks: a block is known by its tokens, what else shapes its values, and its prefix.
+"""`BlockHasher` hashes KV-cache blocks: by their tokens, what else shapes their values, and their prefix.
 
 The hashes equal those of vLLM for the algorithms ``sha256`` and ``sha256_cbor``; sources:
 ``vllm/v1/core/kv_cache_utils.py`` and ``vllm/utils/hashing.py``. Upstream's other two algorithms need

@@ -1,4 +1,4 @@
-"""The fast path of the scheduler: running requests that all decode.
+"""`DecodeGroup` advances running requests that all decode: the fast path of the scheduler.
 
 Each of them computes one token a step, so only two kinds of steps matter to a request: the one for
 which it needs another block, and the one that fills a block. Both come round every ``block_size``

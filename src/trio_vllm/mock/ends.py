@@ -1,4 +1,4 @@
-"""Where a request ends because of the tokens that it gets: at a stop token, or at a repetition.
+"""`first_stop` and `first_repetition` find where the tokens of a request end it.
 
 Sources: ``check_stop`` and ``check_sequence_repetition`` in ``vllm/v1/core/sched/utils.py``.
 """

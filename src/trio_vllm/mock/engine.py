@@ -1,6 +1,6 @@
 """`MockEngine`: one engine core without a model, sans IO.
 
-Theory of operation. The caller hands over each message that arrives (`MockEngine.handle`) and makes
+Theory of operation. The caller hands over each message that arrives (`MockEngine.take`) and makes
 steps (`MockEngine.step`) when they are due (`MockEngine.next_step_time`); all of these return what to
 send. In a step every running request gets its next tokens, and each client that has such requests
 gets one message. A step in which a request joins, leaves or gets more than tokens is *eventful*; all

@@ -1,4 +1,4 @@
-"""The KV cache: a pool of blocks, block tables of requests, and the prefix cache over both.
+"""`KvCache` gives blocks to requests, and finds cached prefixes: vLLM's ``KVCacheManager``.
 
 A block that is full gets the hash of its tokens and of all before them, and can from then on be shared.
 Blocks whose requests are over stay cached until the pool hands them out again: first those without

@@ -1,4 +1,4 @@
-"""KV-cache events: which blocks an engine caches and evicts, as it publishes them.
+"""`EventPublisher` encodes KV-cache events: which blocks an engine caches and evicts.
 
 Sans IO: `EventPublisher` makes the messages of the PUB socket and answers those of the replay socket.
 Source: ``vllm/distributed/kv_events.py``.

@@ -1,4 +1,4 @@
-"""Queues of requests that wait to be scheduled: by arrival, or by priority.
+"""`FcfsQueue` and `PriorityQueue` hold requests that wait to be scheduled.
 
 Source: ``vllm/v1/core/sched/request_queue.py``.
 """

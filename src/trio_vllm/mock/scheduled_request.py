@@ -1,4 +1,4 @@
-"""One request as the scheduler sees it. Source: ``vllm/v1/request.py``."""
+"""`ScheduledRequest` is a request as the scheduler sees it. Source: ``vllm/v1/request.py``."""
 
 from __future__ import annotations
 

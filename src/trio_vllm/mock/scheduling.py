@@ -1,4 +1,4 @@
-"""vLLM's scheduler: which request computes how many tokens in each step of an engine.
+"""`Scheduler` decides which request computes how many tokens in each step, as vLLM's does.
 
 A step has a budget of tokens. Running requests get theirs first, in the order of their admission;
 one that finds no free KV block preempts the last one admitted, or the least important one. If nobody
@@ -683,7 +683,7 @@ class Scheduler:
         cached = cache.find_cached(table, request.num_tokens)
         num_local = len(cached) * cache.block_size
         end = num_local + num_external
-        if not self._fits(request, cached, end, reserved=self._reserved_blocks(step)):
+        if not self._fits(request, cached, end, reserved=self._reserved_blocks()):
             return False
         self._observe_query(request, num_local, num_external)
         cache.adopt(table, cached)
@@ -693,7 +693,7 @@ class Scheduler:
         self._remote.fetch(request, step.now)
         return True
 
-    def _reserved_blocks(self, step: Step) -> int:
+    def _reserved_blocks(self) -> int:
         """Blocks that prompts need which are computed in part."""
         cache = self._cache
         unfinished = (one for one in self._running if one.num_tokens == one.num_prompt_tokens)
@@ -730,7 +730,7 @@ class Scheduler:
         cached = [] if was_held else cache.find_cached(table, request.num_tokens)
         num_computed_tokens = request.num_computed_tokens or len(cached) * cache.block_size
         left = request.num_tokens - num_computed_tokens
-        padding = self._padding(request, num_computed_tokens, step) if left == 1 else 0
+        padding = self._padding(num_computed_tokens, step) if left == 1 else 0
         if left + padding > step.budget and padding:
             return False
         remaining = min(left + padding, step.long_prefill_threshold)
@@ -751,7 +751,7 @@ class Scheduler:
             step.drafts[request] = num_tokens - 1
         return True
 
-    def _padding(self, request: ScheduledRequest, num_computed_tokens: int, step: Step) -> int:
+    def _padding(self, num_computed_tokens: int, step: Step) -> int:
         """Places for drafts that a request gets which joins with one token to compute.
 
         There are no drafts yet; the places make its batch as wide as those of the others.

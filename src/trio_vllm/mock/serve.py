@@ -363,7 +363,7 @@ class _Session:
         self.scope.cancel(reason="the frontend does not take the last outputs")
 
 
-async def serve_in_memory(
+async def serve_in_memory(  # noqa: ASYNC910 (serving is a checkpoint)
     config: MockEngineConfig,
     meeting: InMemory,
     engine_index: int,

@@ -1,4 +1,4 @@
-"""Structural tags as a grammar for llguidance: what one of the texts is that match them.
+"""`TagGrammar` writes structural tags as a grammar for llguidance.
 
 Tags may stand in free text, which a model may also leave without any. The grammar leaves out the free
 text around tags and takes at least one tag, since an answer is wanted that shows them.

@@ -1,4 +1,4 @@
-"""How long the steps of an engine take, or the tokens of a request; sans IO and without a clock."""
+"""`StepTimes` says how long a step of an engine takes, `RequestTimes` the tokens of a request."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ MEMORY = frozenset({"weights", "kv_cache"})
 
 
 class PauseState(enum.Enum):
-    """How far a scheduler is paused, in the words of `scheduler.Paused`."""
+    """How far a scheduler is paused, in the words of `unlimited.Paused`."""
 
     RUNNING = "no"
     NO_NEW = "new"
@@ -53,11 +53,6 @@ class Pause:
     def is_paused(self) -> bool:
         """Whether there is a pause of any kind."""
         return self.state is not PauseState.RUNNING
-
-    @property
-    def is_stepping(self) -> bool:
-        """Whether running requests go on."""
-        return self.state is not PauseState.ALL
 
     def start(self, mode: str, *, refuse: bool) -> None:
         """Pause in one of the `PAUSE_MODES`."""
@@ -138,7 +133,7 @@ class Outcome:
 
     action: RequestAction | None = None
     output: UtilityOutput | None = None
-    """The answer; None if it will be among the `overdue`."""
+    """The answer; None if it will come later, from `EngineControl.pop_overdue`."""
 
 
 @attrs.frozen

@@ -1,4 +1,4 @@
-"""Splits a large MessagePack payload between elements of an array, without unpacking it.
+"""`split` divides a large MessagePack payload between elements of an array, without unpacking it.
 
 To unpack megabytes takes long, and nothing else can run meanwhile. Here the ends of elements are
 found by their lengths alone, in generators that yield whenever others should have a turn. What is

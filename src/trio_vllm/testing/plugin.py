@@ -1,4 +1,4 @@
-"""The pytest plugin: the fixtures ``mock_engine`` and ``mock_llm``, with marks of the same names.
+"""`mock_engine` and `mock_llm` are the fixtures of the pytest plugin, with marks of the same names.
 
 ``mock_engine`` needs pytest alone, ``mock_llm`` is for tests that pytest-trio runs. The arguments of
 a mark ``@pytest.mark.mock_llm(engine_count=20)`` are those of the function.

@@ -109,11 +109,14 @@ class EngineChannels:
 
 
 class EngineSource(Protocol):
-    """Where a client gets its engines from: `HandshakeOwner`, `Bootstrapped`, or `InMemory`."""
+    """Where a client gets its engines from.
+
+    `HandshakeOwner`, `Bootstrapped`, `InMemory`, and what `trio_vllm.spawn_engine` gives.
+    """
 
     @property
-    def engine_indices(self) -> Sequence[int]:
-        """The expected engines."""
+    def is_for_one_client(self) -> bool:
+        """Whether the engines are told one output address: that of client 0."""
         ...
 
     def connect(self) -> AbstractAsyncContextManager[EngineChannels]:

@@ -276,7 +276,7 @@ class _Joining:
             try:
                 await connection.wait_lost()
             except trio.EndOfChannel:  # closed by us
-                return
+                return  # noqa: ASYNC910
             send.send_nowait(FrontendDisconnect(connection.address, client_index))
 
         watched: list[tuple[int | None, OutgoingConnection]] = [

@@ -112,6 +112,11 @@ class HandshakeOwner:
         """The expected engines."""
         return range(self.engine_count)
 
+    @property
+    def is_for_one_client(self) -> bool:
+        """Whether the engines are told one output address: that of client 0."""
+        return True
+
     @asynccontextmanager
     async def connect(self, *, linger: float = REQUEST_LINGER) -> AsyncIterator[EngineChannels]:
         """Bind, wait for the engines to start, and give the channels to them.
@@ -226,6 +231,11 @@ class Bootstrapped:
     def engine_indices(self) -> range:
         """The expected engines."""
         return range(self.engine_start_index, self.engine_start_index + self.engine_count)
+
+    @property
+    def is_for_one_client(self) -> bool:
+        """Whether the engines are told one output address: that of client 0."""
+        return False
 
     @asynccontextmanager
     async def connect(self, *, linger: float = REQUEST_LINGER) -> AsyncIterator[EngineChannels]:

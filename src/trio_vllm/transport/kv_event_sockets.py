@@ -1,4 +1,4 @@
-"""The sockets on which an engine publishes KV-cache events, and repeats them. As upstream's."""
+"""`KvEventSockets` publishes KV-cache events, and repeats them, as vLLM's ``ZmqEventPublisher``."""
 
 from __future__ import annotations
 

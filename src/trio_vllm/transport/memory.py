@@ -185,6 +185,11 @@ class InMemory:
         self._disconnect, self._disconnects = trio.open_memory_channel[Disconnect](math.inf)
         self._joined = trio.Event()
 
+    @property
+    def is_for_one_client(self) -> bool:
+        """Whether the engines know one output address only; there is but one."""
+        return True
+
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[EngineChannels]:
         """Wait for all engines to join; the block's value are the channels to them.

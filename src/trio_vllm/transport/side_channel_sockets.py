@@ -1,4 +1,4 @@
-"""The sockets by which mock engines tell each other that KV blocks were fetched."""
+"""`SideChannelSockets` lets mock engines tell each other that KV blocks were fetched."""
 
 from __future__ import annotations
 

@@ -71,8 +71,7 @@ HAVE_DESCRIPTOR = {PeerEventKind.ACCEPTED, PeerEventKind.CONNECTED, PeerEventKin
 class PeerEvent:
     """One event of one connection.
 
-    ``descriptor`` is the one that `ZmqSocket.receive_with_descriptor` gives with each message of
-    this connection, where ØMQ tells it: when it begins and when it is lost. After that the same
+    ``descriptor`` is the one that ØMQ gives with each message of this connection, where it tells it: when it begins and when it is lost. After that the same
     number may be given to another connection. ``address`` is the bound or connected one.
     """
 
