@@ -553,7 +553,9 @@ class MockEngine:
         request = self._factory.make(wire, emitted)
         if isinstance(request, Refusal):
             return request
-        fault = self._queries.fault_of(wire)
+        fault = None
+        if wire.pooling_params is not None:
+            fault = self._queries.fault_of(wire)
         if fault is None and wire.lora_request is not None:
             fault = self._control.adapters.fault_of(wire.lora_request)
         if fault is not None:

@@ -140,6 +140,12 @@ class RequestFactory:
     _is_scheduled: bool = attrs.field(
         default=attrs.Factory(lambda self: self._config.is_scheduled, takes_self=True), init=False
     )
+    _generates: bool = attrs.field(
+        default=attrs.Factory(
+            lambda self: generates(self._config.supported_tasks), takes_self=True
+        ),
+        init=False,
+    )
 
     def make(self, wire: EngineCoreRequest, emitted: int) -> Request | Refusal:
         """Make a request; its first token will be that of position ``emitted``.
@@ -205,11 +211,11 @@ class RequestFactory:
         if wire.lora_request is not None and not config.max_loras:
             return "LoRA is not enabled. Use --enable-lora to enable LoRA."
         if params is not None and wire.pooling_params is None:
-            if not generates(config.supported_tasks):
+            if not self._generates:
                 return f"the model does not generate, its tasks are {[*config.supported_tasks]}"
             if params.max_tokens is None:
                 return "max_tokens must be set"
-            return self._logprobs_fault(params, prompt_len)
+            return self._ids_fault(params) or self._logprobs_fault(params, prompt_len)
         if wire.pooling_params is None:
             return "the request has neither sampling nor pooling parameters"
         supported = [task for task in config.supported_tasks if task in POOLING_TASKS]
@@ -221,7 +227,20 @@ class RequestFactory:
         )
         return _too_many("pooling_params", rows * size)
 
+    def _ids_fault(self, params: EngineCoreSamplingParams) -> str | None:
+        size = self._config.vocab_size
+        if params.trace_decode_token_ids and max(params.trace_decode_token_ids) >= size:
+            return f"trace_decode_token_ids are beyond the vocabulary of {size}"
+        if params.logprob_token_ids and max(params.logprob_token_ids) >= size:
+            return f"logprob_token_ids are beyond the vocabulary of {size}"
+        ids = params.prompt_logprob_token_ids
+        if ids is not None and (ids.ndim != 2 or ids.dtype.kind != "i"):
+            return "prompt_logprob_token_ids must be signed integers in rows"
+        return None
+
     def _logprobs_fault(self, params: EngineCoreSamplingParams, prompt_len: int) -> str | None:
+        if params.logprobs is None and params.prompt_logprobs is None:
+            return None
         size = self._config.vocab_size
         for what, wanted, rows in (
             ("logprobs", params.logprobs, self._config.output_token_chunk_size),
@@ -232,13 +251,6 @@ class RequestFactory:
             columns = size if wanted == -1 else min(wanted or 0, size)
             if (fault := _too_many(what, columns * rows)) is not None:
                 return fault
-        if max(params.trace_decode_token_ids or (), default=0) >= size:
-            return f"trace_decode_token_ids are beyond the vocabulary of {size}"
-        if max(params.logprob_token_ids or (), default=0) >= size:
-            return f"logprob_token_ids are beyond the vocabulary of {size}"
-        ids = params.prompt_logprob_token_ids
-        if ids is not None and (ids.ndim != 2 or ids.dtype.kind != "i"):
-            return "prompt_logprob_token_ids must be signed integers in rows"
         return None
 
     def _find_end(
