@@ -341,6 +341,9 @@ def requests(draw: st.DrawFn) -> EngineCoreRequest:
             params.skip_reading_prefix_cache = None
         if not fields.get("resumable"):
             prompt = draw(st.sampled_from([prompt, embeds_prompt(), mixed_prompt()]))
+        if "prompt_token_ids" not in prompt:  # penalties look for the prompt's tokens
+            params.presence_penalty = params.frequency_penalty = 0.0
+            params.repetition_penalty = 1.0
         return EngineCoreRequest(request_id=draw(texts), sampling_params=params, **prompt, **fields)
     fields.pop("resumable", None)
     return EngineCoreRequest(

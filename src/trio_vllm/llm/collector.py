@@ -292,7 +292,8 @@ class Collector:
             token_ids=self._take_tokens(),
             progress=self._progress(),
         )
-        if self._logprobs is not None or self._prompt_logprobs is not None:
+        # Where there is nothing to check there may still be what was not asked for.
+        if self.answer_checks or self._logprobs is not None or self._prompt_logprobs is not None:
             self._add_logprobs(delta)
         if self._outputs_with_extras:
             self._add_extras(delta)
