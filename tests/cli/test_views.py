@@ -27,9 +27,9 @@ from trio_vllm import GenerateRequest, HandshakeOwner, SamplingParams, open_llm
 from trio_vllm.cli.exporter import StateServer
 from trio_vllm.cli.live_view import Rates, table_of
 from trio_vllm.cli.mock_engine import main
-from trio_vllm.mock import EngineState, EngineStates, Summary
+from trio_vllm.mock import EngineStatus, EngineStatuses, Summary
 
-BUSY = EngineState(
+BUSY = EngineStatus(
     engine_index=3,
     is_joined=True,
     running=2,
@@ -45,12 +45,12 @@ BUSY = EngineState(
         finish_reasons={"length": 4, "abort": 2},
     ),
 )
-IDLE = EngineState(engine_index=4)
+IDLE = EngineStatus(engine_index=4)
 
 
-def states_of(*states: EngineState) -> EngineStates:
+def states_of(*states: EngineStatus) -> EngineStatuses:
     """What is known of engines elsewhere."""
-    known = EngineStates()
+    known = EngineStatuses()
     known.take(states)
     return known
 
@@ -91,7 +91,7 @@ def test_metrics() -> None:
     ("path", "states", "status"),
     [("/healthz", [IDLE], 200), ("/readyz", [IDLE, BUSY], 503), ("/readyz", [BUSY], 200)],
 )
-def test_health(path: str, states: list[EngineState], status: int) -> None:
+def test_health(path: str, states: list[EngineStatus], status: int) -> None:
     """It lives if it answers, and is ready if all engines have a frontend."""
     page = StateServer(states_of(*states)).page("GET", path)
 

@@ -11,7 +11,7 @@ from tests.client.pair import has_work
 from tests.ready import ready_response
 
 from trio_vllm.client import AnswerCheck, FrontendCore
-from trio_vllm.client.engines import EngineMessage
+from trio_vllm.client.engines import QueuedMessage
 from trio_vllm.errors import EngineCoreError, PeerGoneError
 from trio_vllm.mock import MockEngine, MockEngineConfig
 from trio_vllm.protocol import (
@@ -146,7 +146,7 @@ class Network:
         while messages := self.client.sends():
             self._send(messages)
 
-    def _send(self, messages: list[EngineMessage]) -> None:
+    def _send(self, messages: list[QueuedMessage]) -> None:
         for message in messages:
             engine = self.engines[message.engine.index]
             if engine.is_running:

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from trio_vllm.mock import EngineState, EngineStates
+from trio_vllm.mock import EngineStatus, EngineStatuses
 
 log = logging.getLogger("trio_vllm.mock")
 
@@ -30,7 +30,7 @@ async def listen(host: str, port: int) -> list[trio.SocketListener]:
     return listeners
 
 
-async def serve_metrics(states: EngineStates, listeners: list[trio.SocketListener]) -> None:
+async def serve_metrics(states: EngineStatuses, listeners: list[trio.SocketListener]) -> None:
     """Task: serve until cancelled, which closes the listeners."""
     await trio.serve_listeners(StateServer(states).answer, listeners)
 
@@ -41,7 +41,7 @@ async def serve_metrics(states: EngineStates, listeners: list[trio.SocketListene
 class StateCollector:
     """Makes metrics of states: under vLLM's names where the thing is the same, else under our own."""
 
-    def __init__(self, states: EngineStates) -> None:
+    def __init__(self, states: EngineStatuses) -> None:
         self._states = states
 
     def collect(self) -> Iterator[Metric]:
@@ -60,7 +60,7 @@ class StateCollector:
         yield success
 
 
-def _gauges(states: Sequence[EngineState]) -> Iterator[Metric]:
+def _gauges(states: Sequence[EngineStatus]) -> Iterator[Metric]:
     yield _family(
         GaugeMetricFamily("vllm:num_requests_running", "Requests that run.", labels=["engine"]),
         states,
@@ -85,7 +85,7 @@ def _gauges(states: Sequence[EngineState]) -> Iterator[Metric]:
     )
 
 
-def _counters(states: Sequence[EngineState]) -> Iterator[Metric]:
+def _counters(states: Sequence[EngineStatus]) -> Iterator[Metric]:
     for name, text, field in (
         ("vllm:prompt_tokens", "Prompt tokens of requests taken.", "prompt_tokens"),
         ("vllm:generation_tokens", "Tokens made.", "tokens"),
@@ -103,8 +103,8 @@ def _counters(states: Sequence[EngineState]) -> Iterator[Metric]:
 
 def _family(
     family: GaugeMetricFamily | CounterMetricFamily,
-    states: Iterable[EngineState],
-    value: Callable[[EngineState], float],
+    states: Iterable[EngineStatus],
+    value: Callable[[EngineStatus], float],
 ) -> Metric:
     for state in states:
         family.add_metric([str(state.engine_index)], value(state))
@@ -126,7 +126,7 @@ class Page:
 class StateServer:
     """Answers ``/metrics``, ``/healthz`` (it lives) and ``/readyz`` (all engines have a frontend)."""
 
-    def __init__(self, states: EngineStates) -> None:
+    def __init__(self, states: EngineStatuses) -> None:
         self._states = states
         self._registry = CollectorRegistry()
         self._registry.register(StateCollector(states))

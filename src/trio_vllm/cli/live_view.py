@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from trio_vllm.mock import EngineState, EngineStates
+from trio_vllm.mock import EngineStatus, EngineStatuses
 
 log = logging.getLogger("trio_vllm.mock")
 
@@ -21,7 +21,7 @@ LIVE_INTERVAL = 0.5
 """Seconds between two tables."""
 
 
-async def show_live(states: EngineStates, interval: float = LIVE_INTERVAL) -> None:
+async def show_live(states: EngineStatuses, interval: float = LIVE_INTERVAL) -> None:
     """Task: keep a table on standard error up to date; elsewhere than on a terminal, say so."""
     await trio.lowlevel.checkpoint()
     if not sys.stderr.isatty():
@@ -43,7 +43,7 @@ class Rates:
 
     _last: dict[int, tuple[float, int]] = attrs.field(factory=dict, init=False)
 
-    def of(self, state: EngineState, now: float) -> float:
+    def of(self, state: EngineStatus, now: float) -> float:
         """Tokens per second of an engine since the last call; 0 the first time."""
         tokens = state.summary.tokens
         time_before, tokens_before = self._last.get(state.engine_index, (now, tokens))
@@ -51,7 +51,7 @@ class Rates:
         return (tokens - tokens_before) / (now - time_before) if now > time_before else 0.0
 
 
-def table_of(states: Sequence[EngineState], rates: Rates, now: float, *, rows: int) -> Table:
+def table_of(states: Sequence[EngineStatus], rates: Rates, now: float, *, rows: int) -> Table:
     """A row for each engine, as many as fit, and one for them all."""
     table = Table("engine", title="mock-engine")
     for heading in ("frontend", "running", "waiting", "tokens/s", "KV cache"):

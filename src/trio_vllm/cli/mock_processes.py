@@ -49,7 +49,7 @@ from trio_vllm.processes import (
 )
 
 if TYPE_CHECKING:  # several processes come up faster if this one leaves the engines to them
-    from trio_vllm.mock import EngineStates, Summary
+    from trio_vllm.mock import EngineStatuses, Summary
 
 log = logging.getLogger("trio_vllm.mock")
 
@@ -88,9 +88,9 @@ async def _serve_and_show(options: MockOptions, shutdown: trio.Event) -> Summary
     serve = serve_here if options.processes == 1 else serve_in_processes
     if not options.is_watched:
         return await serve(options, shutdown=shutdown)
-    from trio_vllm.mock import EngineStates
+    from trio_vllm.mock import EngineStatuses
 
-    states = EngineStates()
+    states = EngineStatuses()
     views: list[Callable[[], Awaitable[None]]] = []
     if options.metrics_port is not None:
         views.append(await _exporter(options.metrics_host, options.metrics_port, states))
@@ -102,7 +102,7 @@ async def _serve_and_show(options: MockOptions, shutdown: trio.Event) -> Summary
         return await serve(options, shutdown=shutdown, states=states)
 
 
-async def _exporter(host: str, port: int, states: EngineStates) -> Callable[[], Awaitable[None]]:
+async def _exporter(host: str, port: int, states: EngineStatuses) -> Callable[[], Awaitable[None]]:
     """Listen for HTTP; give the task that answers."""
     try:
         from trio_vllm.cli.exporter import listen, serve_metrics
@@ -114,7 +114,7 @@ async def _exporter(host: str, port: int, states: EngineStates) -> Callable[[], 
 
 
 async def serve_here(
-    options: MockOptions, *, shutdown: trio.Event, states: EngineStates | None = None
+    options: MockOptions, *, shutdown: trio.Event, states: EngineStatuses | None = None
 ) -> Summary:
     """Run all engines of ``options`` until ``shutdown``; raises what `serve_mock_engines` does."""
     from trio_vllm.mock import serve_mock_engines
@@ -154,7 +154,7 @@ async def serve_in_processes(
     shutdown: trio.Event,
     worker: Sequence[str] = WORKER,
     grace: float = GRACE,
-    states: EngineStates | None = None,
+    states: EngineStatuses | None = None,
 ) -> Summary:
     """Run the engines of ``options`` until ``shutdown`` is set; gives the counts of them all.
 
@@ -173,10 +173,10 @@ async def serve_in_processes(
     """
     supervision = _Supervision(options.serving.shutdown_timeout, grace, shutdown)
     if states is not None:
-        from trio_vllm.mock import EngineState
+        from trio_vllm.mock import EngineStatus
 
         first, last = options.serving.engine_start_index, options.serving.last_index
-        states.take(EngineState(engine_index=index) for index in range(first, last + 1))
+        states.take(EngineStatus(engine_index=index) for index in range(first, last + 1))
         options = attrs.evolve(options, state_interval=STATE_INTERVAL)
     async with AsyncExitStack() as stack:
         with _stop_signals_blocked():
@@ -224,7 +224,7 @@ class _Worker:
     """A process with some of the engines."""
 
     engines: str
-    _states: EngineStates | None
+    _states: EngineStatuses | None
     process: ChildProcess = attrs.field(init=False)
     report: dict[str, Any] = attrs.field(factory=dict, init=False)
     """In which it tells of its end; empty if it has ended without."""
@@ -234,10 +234,10 @@ class _Worker:
         """Take the states of its engines, or its report."""
         document = json.loads(line)
         if self._states is not None and "states" in document:
-            from trio_vllm.mock import EngineState, Summary
+            from trio_vllm.mock import EngineStatus, Summary
 
             self._states.take(
-                EngineState(**{**state, "summary": Summary(**state["summary"])})
+                EngineStatus(**{**state, "summary": Summary(**state["summary"])})
                 for state in document["states"]
             )
             return
@@ -247,7 +247,7 @@ class _Worker:
 
 @asynccontextmanager
 async def _running_worker(
-    options: MockOptions, command: Sequence[str], states: EngineStates | None
+    options: MockOptions, command: Sequence[str], states: EngineStatuses | None
 ) -> AsyncIterator[_Worker]:
     """Start a worker, and leave nothing of it when the block is left."""
     worker = _Worker(options.serving.engines_in_words, states)
@@ -347,9 +347,9 @@ async def _serve_until_end_of_input(options: MockOptions) -> Summary:
                 pass
         shutdown.set()
 
-    from trio_vllm.mock import EngineStates
+    from trio_vllm.mock import EngineStatuses
 
-    states = EngineStates()
+    states = EngineStatuses()
 
     async def tell_states() -> None:
         while True:

@@ -45,12 +45,12 @@ from trio_vllm.client.engines import (
     Engine,
     EngineConnections,
     EngineInfo,
-    EngineMessage,
     EngineSnapshot,
     EngineState,
     EngineTable,
     LeastLoaded,
     LoadBalancer,
+    QueuedMessage,
 )
 from trio_vllm.client.facts import EngineFacts, callers_id
 from trio_vllm.client.input_processing import fill_defaults, validate_and_encode
@@ -451,14 +451,14 @@ class FrontendCore:
 
     # Messages to send ---------------------------------------------------------------------------
 
-    def urgent_sends(self) -> list[EngineMessage]:
+    def urgent_sends(self) -> list[QueuedMessage]:
         """Give, and forget, the messages to engines that should not wait for them."""
         if not self._urgent:
             return []
         engines, self._urgent = self._urgent, []
         return [message for engine in engines for message in engine.take_messages()]
 
-    def sends(self) -> list[EngineMessage]:
+    def sends(self) -> list[QueuedMessage]:
         """Give, and forget, all messages to engines.
 
         All requests of an engine that were aborted since the last time share one message.
@@ -501,12 +501,12 @@ class FrontendCore:
         """End a pause."""
         self._hold_end = -math.inf
 
-    def undeliverable(self, message: EngineMessage, cause: Exception, now: float) -> None:
+    def undeliverable(self, message: QueuedMessage, cause: Exception, now: float) -> None:
         """Take back a message that could not be sent, and disconnect its engine."""
         self._disconnect(message.engine, now, cause)
         self._move(message)
 
-    def _move(self, message: EngineMessage) -> None:
+    def _move(self, message: QueuedMessage) -> None:
         """Give a request that its engine cannot be sent to another one, if any will do."""
         if message.movable is None:
             return  # it is no request, or is meant for this engine

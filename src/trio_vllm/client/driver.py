@@ -12,7 +12,7 @@ import attrs
 import trio
 
 from trio_vllm.client.core import ClientStatistics, FrontendCore
-from trio_vllm.client.engines import EngineMessage
+from trio_vllm.client.engines import QueuedMessage
 from trio_vllm.client.learning import Learner
 from trio_vllm.client.requests import Sink
 from trio_vllm.client.utility_calls import UTILITY_TIMEOUT
@@ -261,7 +261,7 @@ class CoreDriver:
             for message in messages:
                 self._send(message)
 
-    def _send(self, message: EngineMessage) -> None:
+    def _send(self, message: QueuedMessage) -> None:
         try:
             self.channels.requests.send_nowait([message.engine.engine_id, *message.frames])
         except PeerGoneError as error:

@@ -37,7 +37,7 @@ class EngineState(enum.Enum):
 
 
 @attrs.define(eq=False)
-class EngineMessage:
+class QueuedMessage:
     """A message to one engine, without the engine id that leads it on the wire."""
 
     engine: Engine
@@ -93,7 +93,7 @@ class Engine:
     silent_since: float | None = None
     """The time of the look that found its last sign of progress."""
     is_marked_stalled: bool = False
-    messages: list[EngineMessage] = attrs.field(factory=list)
+    messages: list[QueuedMessage] = attrs.field(factory=list)
     """What it is to be sent, in this order."""
     aborts: dict[str, None] = attrs.field(factory=dict)
     """Ids of requests that it is to be told are over; they come after ``messages``."""
@@ -190,7 +190,7 @@ class Engine:
         movable: tuple[EngineCoreRequest, Sink] | None = None,
     ) -> None:
         """Put a message in line."""
-        self.messages.append(EngineMessage(self, frames, movable))
+        self.messages.append(QueuedMessage(self, frames, movable))
 
     def send_aborts(self) -> None:
         """Put the pending aborts in line as one message: what comes next must come after them."""
@@ -198,7 +198,7 @@ class Engine:
             self.send(encode_abort(list(self.aborts)))
             self.aborts.clear()
 
-    def take_messages(self) -> list[EngineMessage]:
+    def take_messages(self) -> list[QueuedMessage]:
         """Give the messages in line, and forget them."""
         messages, self.messages = self.messages, []
         return messages

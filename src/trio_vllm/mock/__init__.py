@@ -26,7 +26,7 @@ if TYPE_CHECKING or not install_lazy_importer(__name__):
     from trio_vllm.mock.runner import Lockstep as Lockstep
     from trio_vllm.mock.serve import serve_in_memory as serve_in_memory
     from trio_vllm.mock.serve import serve_mock_engines as serve_mock_engines
-    from trio_vllm.mock.states import EngineState as EngineState
-    from trio_vllm.mock.states import EngineStates as EngineStates
+    from trio_vllm.mock.statuses import EngineStatus as EngineStatus
+    from trio_vllm.mock.statuses import EngineStatuses as EngineStatuses
     from trio_vllm.mock.structured import load_vocabulary as load_vocabulary
     from trio_vllm.mock.transfers import TransferHub as TransferHub

@@ -15,7 +15,7 @@ import attrs
 from trio_vllm.protocol import LoRARequest
 
 
-class AdapterError(Exception):
+class AdapterCallError(Exception):
     """An adapter call that an engine refuses, in the engine's words."""
 
 
@@ -77,7 +77,7 @@ class Adapters:
         """Load an adapter, or touch it; true in either case."""
         self._require_enabled()
         if (fault := self.fault_of(lora)) is not None:
-            raise AdapterError(fault)
+            raise AdapterCallError(fault)
         pinned = self._pinned.pop(lora.lora_int_id, None)
         if pinned is None and len(self._pinned) >= self.capacity:
             self._evict()
@@ -89,7 +89,7 @@ class Adapters:
             if not pinned:
                 del self._pinned[adapter_id]
                 return
-        raise AdapterError("All items are pinned, cannot remove oldest from the cache.")
+        raise AdapterCallError("All items are pinned, cannot remove oldest from the cache.")
 
     def remove(self, adapter_id: int) -> bool:
         """Unload an adapter; whether there was one."""
@@ -100,7 +100,7 @@ class Adapters:
         """Keep an adapter from being evicted."""
         self._require_enabled()
         if adapter_id not in self._pinned:
-            raise AdapterError(f"Pinning failed. LoRA {adapter_id} is not registered.")
+            raise AdapterCallError(f"Pinning failed. LoRA {adapter_id} is not registered.")
         self._pinned[adapter_id] = True
         return True
 
@@ -111,4 +111,4 @@ class Adapters:
 
     def _require_enabled(self) -> None:
         if not self.capacity:
-            raise AdapterError("LoRA is not enabled. Use --enable-lora to enable LoRA.")
+            raise AdapterCallError("LoRA is not enabled. Use --enable-lora to enable LoRA.")

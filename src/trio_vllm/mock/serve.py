@@ -35,7 +35,7 @@ from trio_vllm.mock.events import (
 )
 from trio_vllm.mock.publishing import KvEventFeed, publishing_kv_events
 from trio_vllm.mock.runner import EngineRunner, Lockstep, RunnerLimits
-from trio_vllm.mock.states import EngineStates
+from trio_vllm.mock.statuses import EngineStatuses
 from trio_vllm.mock.transfers import SideChannel, TransferHub, open_side_channel
 from trio_vllm.protocol import EngineCoreReadyResponse, FinishReason, HandshakeInit
 from trio_vllm.transport import (
@@ -79,7 +79,7 @@ async def serve_mock_engines(  # noqa: ASYNC128
     shutdown: trio.Event | None = None,
     limits: ServeLimits = ServeLimits(),
     tap: Tap = lambda _index, channels: channels,
-    states: EngineStates | None = None,
+    states: EngineStatuses | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> Summary:
     """Run mock engines until ``shutdown`` is set; gives the counts of them all.
@@ -106,7 +106,7 @@ async def serve_mock_engines(  # noqa: ASYNC128
     answers_of(
         config, options.engine_start_index
     )  # fails now if it must, and not at the first frontend
-    states = EngineStates() if states is None else states
+    states = EngineStatuses() if states is None else states
     service = _Service(config, options, limits, shutdown, tap, states, task_status)
     await service.run()
     return states.total
@@ -121,7 +121,7 @@ class _Service:
     _limits: ServeLimits
     _shutdown: trio.Event
     _tap: Tap
-    _states: EngineStates
+    _states: EngineStatuses
     _task_status: trio.TaskStatus[None]
     _lockstep: Lockstep = attrs.field(factory=Lockstep, init=False)
     _missing: set[int] = attrs.field(init=False)

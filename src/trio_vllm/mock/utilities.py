@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from trio_vllm.mock.adapters import AdapterError, Adapters
+from trio_vllm.mock.adapters import AdapterCallError, Adapters
 from trio_vllm.mock.config import MockEngineConfig
 from trio_vllm.mock.unlimited import Counts
 from trio_vllm.protocol import LoRARequest, UtilityOutput, UtilityRequest
@@ -166,7 +166,7 @@ class EngineControl:
 
     def use_adapter(self, lora: LoRARequest) -> None:
         """Load an adapter for a request, which runs also where there is no room left for it."""
-        with contextlib.suppress(AdapterError):
+        with contextlib.suppress(AdapterCallError):
             self.adapters.add(lora)
 
     def call(
@@ -189,7 +189,7 @@ class EngineControl:
                 )
             _check_arguments(name, method, request.args)
             result = method(*request.args)
-        except (AttributeError, TypeError, ValueError, RuntimeError, AdapterError) as error:
+        except (AttributeError, TypeError, ValueError, RuntimeError, AdapterCallError) as error:
             return Outcome(output=self.refuse(request, f"Call to {name} method failed: {error}"))
         then = result if isinstance(result, _Then) else _Then(result)
         if then.waits:
@@ -394,8 +394,8 @@ class _Methods:
     def _in_worker(self, call: Callable[..., T], *args: Any) -> T:
         try:
             return call(*args)
-        except AdapterError as error:
-            raise AdapterError(_in_worker(str(error))) from None
+        except AdapterCallError as error:
+            raise AdapterCallError(_in_worker(str(error))) from None
 
     # The rest
 

@@ -1,4 +1,4 @@
-"""`EngineStates`: what the mock engines of a process do at present, and what each has done so far."""
+"""`EngineStatuses`: what the mock engines of a process do at present, and what each has done so far."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trio_vllm.mock.events import Summary
 
 
 @attrs.frozen(kw_only=True)
-class EngineState:
+class EngineStatus:
     """One engine at one moment."""
 
     engine_index: int
@@ -26,14 +26,14 @@ class EngineState:
 
 
 @attrs.define
-class EngineStates:
+class EngineStatuses:
     """The engines of this process, and what was last heard of those of others."""
 
     _engines: dict[int, MockEngine] = attrs.field(factory=dict, init=False)
     """Those that serve a frontend."""
     _past: dict[int, Summary] = attrs.field(factory=dict, init=False)
     """By engine index, what those have done whose frontend has gone."""
-    _elsewhere: dict[int, EngineState] = attrs.field(factory=dict, init=False)
+    _elsewhere: dict[int, EngineStatus] = attrs.field(factory=dict, init=False)
 
     def expect(self, engine_indices: Iterable[int]) -> None:
         """Note engines that are to come."""
@@ -49,21 +49,21 @@ class EngineStates:
         del self._engines[index]
         self._past[index] = self._past.get(index, Summary()) + engine.summary
 
-    def take(self, states: Iterable[EngineState]) -> None:
+    def take(self, states: Iterable[EngineStatus]) -> None:
         """Note what another process tells of its engines."""
         self._elsewhere |= {state.engine_index: state for state in states}
 
-    def read(self) -> list[EngineState]:
+    def read(self) -> list[EngineStatus]:
         """All of them, by their index."""
         ours = {index: self._state_of(index) for index in self._past}
         return [state for _, state in sorted((self._elsewhere | ours).items())]
 
-    def _state_of(self, index: int) -> EngineState:
+    def _state_of(self, index: int) -> EngineStatus:
         past, engine = self._past[index], self._engines.get(index)
         if engine is None:
-            return EngineState(engine_index=index, summary=past)
+            return EngineStatus(engine_index=index, summary=past)
         running, waiting = engine.counts
-        return EngineState(
+        return EngineStatus(
             engine_index=index,
             is_joined=True,
             running=running,
