@@ -94,6 +94,7 @@ async def check_generating(port: int, model: Path) -> None:
         await embeddings(llm)
         await sessions(llm)
         await named_logprobs(llm)
+        await traces(llm)
         await constraints(llm)
         await balance(llm)
         await stalls(llm)
@@ -116,6 +117,13 @@ def ask(
     return GenerateRequest(
         PROMPT, sampling_params=SamplingParams(**values), lora_request=lora, data_parallel_rank=rank
     )
+
+
+async def traces(llm: Llm) -> None:
+    """A trace sets the length. What it replays, only the model runner of GPUs does."""
+    output = await answer(llm, ask(trace_decode_token_ids=[*range(100, 120)], stop_token_ids=[100]))
+    expect("tokens for a trace of 20", len(output.token_ids), 20)
+    expect("its end", output.finish_reason, FinishReason.LENGTH)
 
 
 async def answer(llm: Llm, request: GenerateRequest) -> GenerateOutput:
