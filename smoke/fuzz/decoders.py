@@ -167,9 +167,13 @@ def fuzz_decoders(data: bytes) -> None:
         check_text(str(error))
         return
     if encoded is not None:
-        again = encode(decode(list(map(bytes, encoded))))
+        # A value may be written in a way of ours (top_k of -1 as 0, which then is left out as what is
+        # meant anyway). What is ours stays as it is.
+        ours = encode(decode(list(map(bytes, encoded))))
+        assert ours is not None
+        again = encode(decode(list(map(bytes, ours))))
         assert again is not None
-        assert [*map(bytes, again)] == [*map(bytes, encoded)], "encoding changes the value"
+        assert [*map(bytes, again)] == [*map(bytes, ours)], "encoding changes the value"
 
 
 def decoder_seeds() -> list[bytes]:
