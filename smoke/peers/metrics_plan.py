@@ -52,7 +52,8 @@ def generation_plan() -> list[Step]:
         group(15, {**ALWAYS, "stop_token_ids": [PARENTHESIS], "min_tokens": 2}),
         group(10, {"temperature": 0.0, "logit_bias": {str(END_OF_TEXT): 100.0}, "ends": True}),
         *(group(1, {**ALWAYS, "stop": ["((("], "max_tokens": 60}) for _ in range(15)),
-        group(10, {"choice": ["(", "()"], "ends": True}),
+        # One token and the end: of two choices each engine would draw its own.
+        group(10, {"choice": ["("], "ends": True}),
         group(10, {"max_tokens": 30}, paused="keep", abort=True),
         group(5, {}, paused="abort", refused=True),
         {"requests": [long] * 5, "refused": True},
