@@ -121,7 +121,9 @@ def ask(
 
 async def traces(llm: Llm) -> None:
     """A trace sets the length. What it replays, only the model runner of GPUs does."""
-    output = await answer(llm, ask(trace_decode_token_ids=[*range(100, 120)], stop_token_ids=[100]))
+    output = await answer(
+        llm, ask(max_tokens=None, trace_decode_token_ids=[*range(100, 120)], stop_token_ids=[100])
+    )
     expect("tokens for a trace of 20", len(output.token_ids), 20)
     expect("its end", output.finish_reason, FinishReason.LENGTH)
 
