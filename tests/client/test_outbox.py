@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import attrs
 import numpy as np
 import pytest
 import trio
@@ -162,21 +163,27 @@ async def test_a_client_that_is_behind_lets_requests_wait(
         assert trio.current_time() == 0
 
 
+@attrs.define
+class TurnCounter:
+    """Counts the turns that other tasks have."""
+
+    count: int = 0
+
+    async def run(self) -> None:
+        """Task: take every turn there is."""
+        while True:
+            await trio.lowlevel.checkpoint()
+            self.count += 1
+
+
 async def test_outputs_are_handed_out_in_slices() -> None:
     """However long that takes, other tasks have their turns in between."""
     async with (
         open_world(driver_options={"slice_time": 0.0}) as world,
         trio.open_nursery() as nursery,
     ):
-        turns = 0
-
-        @nursery.start_soon
-        async def take_turns() -> None:
-            nonlocal turns
-            while True:
-                await trio.lowlevel.checkpoint()
-                turns += 1
-
+        turns = TurnCounter()
+        nursery.start_soon(turns.run)
         (stream,) = submit(world, "first")
         for token in range(16):
             outputs = RequestBatchOutputs(outputs=[make_output([token], "first")], timestamp=1.0)
@@ -184,7 +191,7 @@ async def test_outputs_are_handed_out_in_slices() -> None:
         tokens = [(await anext(stream)).output.new_token_ids[0] for _ in range(16)]
 
         assert tokens == [*range(16)]
-        assert turns >= 15
+        assert turns.count >= 15
         nursery.cancel_scope.cancel()
 
 
@@ -195,15 +202,8 @@ async def test_one_large_message_is_handed_out_in_slices(known: bool) -> None:
         open_world(connections_are_known=known, driver_options={"slice_time": 0.0}) as world,
         trio.open_nursery() as nursery,
     ):
-        turns = 0
-
-        @nursery.start_soon
-        async def take_turns() -> None:
-            nonlocal turns
-            while True:
-                await trio.lowlevel.checkpoint()
-                turns += 1
-
+        turns = TurnCounter()
+        nursery.start_soon(turns.run)
         (stream,) = submit(world, "first")
         others = [make_output([1], f"unknown-{number:06}") for number in range(6400)]
         rows = [*others, make_output([2], "first"), make_output([3], "first")]
@@ -212,7 +212,7 @@ async def test_one_large_message_is_handed_out_in_slices(known: bool) -> None:
         tokens = [(await anext(stream)).output.new_token_ids for _ in range(2)]
 
         assert tokens == [[2], [3]]
-        assert turns >= 100
+        assert turns.count >= 100
         nursery.cancel_scope.cancel()
 
 

@@ -114,6 +114,20 @@ class BlockTable:
     hashes: list[bytes] = attrs.field(factory=list, init=False)
 
 
+def count_query(
+    statistics: PrefixCacheStats, num_tokens: int, num_hits: int, *, preempted: bool
+) -> None:
+    """Count that so many tokens of a request were looked for in a cache, and so many found."""
+    if preempted:
+        statistics.preempted_requests += 1
+        statistics.preempted_queries += num_tokens
+        statistics.preempted_hits += num_hits
+    else:
+        statistics.requests += 1
+        statistics.queries += num_tokens
+        statistics.hits += num_hits
+
+
 class KvCache:
     """A pool of blocks with a prefix cache.
 
@@ -250,15 +264,7 @@ class KvCache:
 
     def record_query(self, num_tokens: int, num_hits: int, *, preempted: bool) -> None:
         """Count that a request of so many tokens was scheduled, with so many found in the cache."""
-        statistics = self._statistics
-        if preempted:
-            statistics.preempted_requests += 1
-            statistics.preempted_queries += num_tokens
-            statistics.preempted_hits += num_hits
-        else:
-            statistics.requests += 1
-            statistics.queries += num_tokens
-            statistics.hits += num_hits
+        count_query(self._statistics, num_tokens, num_hits, preempted=preempted)
 
     def take_statistics(self) -> PrefixCacheStats:
         """What happened since this was last called."""

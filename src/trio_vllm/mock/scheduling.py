@@ -33,7 +33,7 @@ from trio_vllm.mock.connector import (
     KvTransfer,
 )
 from trio_vllm.mock.decode_group import DecodeGroup
-from trio_vllm.mock.kv_cache import BlockTable, KvCache
+from trio_vllm.mock.kv_cache import BlockTable, KvCache, count_query
 from trio_vllm.mock.request_queue import FcfsQueue, PriorityQueue
 from trio_vllm.mock.scheduled_request import RequestStatus, ScheduledRequest
 from trio_vllm.protocol import (
@@ -252,17 +252,10 @@ class RemoteBlocks:
         transfer = request.transfer
         if transfer is not None and transfer.fetches and not num_external:
             self.connector.note_fetched(transfer)  # all of it is here
-        statistics, queries = self._statistics, request.num_tokens - num_local
-        if not queries:
-            return
-        if request.num_preemptions:
-            statistics.preempted_requests += 1
-            statistics.preempted_queries += queries
-            statistics.preempted_hits += num_external
-        else:
-            statistics.requests += 1
-            statistics.queries += queries
-            statistics.hits += num_external
+        queries = request.num_tokens - num_local
+        if queries:
+            preempted = request.num_preemptions > 0
+            count_query(self._statistics, queries, num_external, preempted=preempted)
 
     def take_statistics(self) -> PrefixCacheStats:
         """What happened since this was last called."""
