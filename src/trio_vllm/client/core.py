@@ -52,8 +52,9 @@ from trio_vllm.client.engines import (
     LoadBalancer,
     QueuedMessage,
 )
-from trio_vllm.client.facts import EngineFacts, callers_id
-from trio_vllm.client.input_processing import fill_defaults, validate_and_encode
+from trio_vllm.client.facts import EngineFacts
+from trio_vllm.client.input_processing import callers_id, fill_defaults, validate_and_encode
+from trio_vllm.client.late_interaction import late_interaction_of
 from trio_vllm.client.requests import Sink, check_answer
 from trio_vllm.client.utility_calls import (
     UtilityCall,
@@ -291,8 +292,7 @@ class FrontendCore:
         """The engine that has to get a request; None if any will do."""
         if (session := self._engines.engine_with_session(request.request_id)) is not None:
             return self._engine_of_session(session, request)
-        rank, pooling = request.data_parallel_rank, request.pooling_params
-        late = None if pooling is None else pooling.late_interaction_params
+        rank, late = request.data_parallel_rank, late_interaction_of(request)
         if rank is None and late is None:
             return None
         if rank is None:

@@ -15,13 +15,19 @@ from typing import Any
 import attrs
 
 from trio_vllm.client.engines import Engine
-from trio_vllm.client.input_processing import RequestLimits, needs_vocab_size
-from trio_vllm.client.late_interaction import SentQueries, late_interaction_engine
+from trio_vllm.client.input_processing import (
+    GENERATION_TASKS,
+    RequestLimits,
+    callers_id,
+    needs_vocab_size,
+)
+from trio_vllm.client.late_interaction import (
+    SentQueries,
+    late_interaction_engine,
+    late_interaction_of,
+)
 from trio_vllm.errors import InvalidFieldError, UnsupportedFieldError
 from trio_vllm.protocol import EngineCoreRequest, LateInteractionParams, LoRARequest
-
-GENERATION_TASKS = frozenset({"generate", "transcription", "realtime"})
-"""What a model that makes tokens supports at least one of."""
 
 LATCHING_RELEASES = ("0.32.", "0.33.")
 """Versions of engines that keep the structured-outputs backend of the first request that has one:
@@ -34,17 +40,6 @@ _CACHE_RESETS = frozenset({"reset_mm_cache", "reset_encoder_cache", "sleep"})
 """Utility calls after which workers have no queries any more."""
 _PAUSES = frozenset({"pause_scheduler", "pause_generation"})
 """The same, unless their second argument says that caches stay."""
-
-
-def callers_id(request: EngineCoreRequest) -> str:
-    """The id that a request has at its caller."""
-    external = request.external_req_id
-    return external[:200] if isinstance(external, str) else request.request_id
-
-
-def _late_interaction(request: EngineCoreRequest) -> LateInteractionParams | None:
-    pooling = request.pooling_params
-    return None if pooling is None else pooling.late_interaction_params
 
 
 def _backend(request: EngineCoreRequest) -> str | None:
@@ -165,7 +160,7 @@ class EngineFacts:
 
     def check_engine_of_query(self, request: EngineCoreRequest, engine_index: int) -> None:
         """Refuse a document that is pinned to another engine than its query is kept by."""
-        params = _late_interaction(request)
+        params = late_interaction_of(request)
         if params is None or params.mode == "cache_query":
             return
         known = self._queries.engine_of(params.query_key)
@@ -215,7 +210,7 @@ class EngineFacts:
     def submitted(self, request: EngineCoreRequest, engine_index: int) -> None:
         """Note a request that is on its way to an engine."""
         self._note_backend(request, engine_index)
-        params = _late_interaction(request)
+        params = late_interaction_of(request)
         if params is None:
             return
         if params.mode == "cache_query":

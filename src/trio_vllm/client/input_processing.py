@@ -38,6 +38,9 @@ from trio_vllm.protocol import (
     request_label,
 )
 
+GENERATION_TASKS = frozenset({"generate", "transcription", "realtime"})
+"""What a model that makes tokens supports at least one of."""
+
 # Defaults ---------------------------------------------------------------------------------------
 
 MAX_LOGIT_BIAS = 100.0
@@ -339,17 +342,18 @@ def validate_and_encode(request: EngineCoreRequest, limits: RequestLimits) -> li
         plain = _with_plain_token_ids(request)
         if plain is not None:
             return validate_and_encode(plain, limits)
-        raise InvalidFieldError(_callers_id(request), error.field, error.reason) from None
+        raise InvalidFieldError(callers_id(request), error.field, error.reason) from None
     try:
         _check_whole(request, limits)
     except UnsupportedValue as error:
-        raise UnsupportedFieldError(_callers_id(request), error.where, error.reason) from None
+        raise UnsupportedFieldError(callers_id(request), error.where, error.reason) from None
     except CodecError as error:
-        raise InvalidFieldError(_callers_id(request), error.where, error.reason) from None
+        raise InvalidFieldError(callers_id(request), error.where, error.reason) from None
     return message
 
 
-def _callers_id(request: EngineCoreRequest) -> str:
+def callers_id(request: EngineCoreRequest) -> str:
+    """The id that a request has at its caller, for an error."""
     external = request.external_req_id
     return external[:200] if isinstance(external, str) else request_label(request)
 
@@ -407,7 +411,7 @@ def _check_prompt(request: EngineCoreRequest, limits: RequestLimits) -> int:
     if embeds is not None:
         length = _check_embeds(request, embeds)
     if length == 0:
-        raise EmptyPromptError(_callers_id(request))
+        raise EmptyPromptError(callers_id(request))
     if request.prompt_is_token_ids is not None:
         _check_token_mask(request, length)
     longest = limits.max_model_len
@@ -520,13 +524,8 @@ def _check_engine(request: EngineCoreRequest, limits: RequestLimits) -> None:
             _check_pooling(request.pooling_params, limits)
         except CodecError as error:
             raise error.add_path(".pooling_params") from None
-    elif limits.supported_tasks is not None and _GENERATION_TASKS.isdisjoint(
-        limits.supported_tasks
-    ):
+    elif limits.supported_tasks is not None and GENERATION_TASKS.isdisjoint(limits.supported_tasks):
         raise unsupported("sampling_params", "is set, but the model only pools")
-
-
-_GENERATION_TASKS = frozenset({"generate", "transcription", "realtime"})
 
 
 def _check_width(embeds: Tensor, limits: RequestLimits) -> None:

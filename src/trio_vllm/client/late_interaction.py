@@ -11,7 +11,13 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 
-from trio_vllm.protocol import LateInteractionParams
+from trio_vllm.protocol import EngineCoreRequest, LateInteractionParams
+
+
+def late_interaction_of(request: EngineCoreRequest) -> LateInteractionParams | None:
+    """What a request says of late interaction."""
+    pooling = request.pooling_params
+    return None if pooling is None else pooling.late_interaction_params
 
 
 def late_interaction_engine(query_key: str, engine_count: int) -> int:

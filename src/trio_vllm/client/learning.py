@@ -10,8 +10,7 @@ import attrs
 import trio
 
 from trio_vllm.client.core import FrontendCore
-from trio_vllm.client.facts import callers_id
-from trio_vllm.client.input_processing import check_request, fill_defaults
+from trio_vllm.client.input_processing import callers_id, check_request, fill_defaults
 from trio_vllm.client.requests import OutputStream, Sink
 from trio_vllm.client.utility_calls import STRINGS, UTILITY_TIMEOUT, first
 from trio_vllm.errors import (
