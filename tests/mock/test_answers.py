@@ -16,6 +16,7 @@ from tests.mock.test_paths import comparable
 
 from trio_vllm import ConfigurationError
 from trio_vllm.mock import MockEngineConfig
+from trio_vllm.mock.answer_file import read_answer_file
 from trio_vllm.mock.ends import first_repetition
 from trio_vllm.mock.spread import Spread
 from trio_vllm.protocol import FinishReason, RepetitionDetectionParams
@@ -450,3 +451,15 @@ def test_a_file_that_is_not_there_is_refused(path: Path) -> None:
     path.write_text("\n")
     with pytest.raises(ConfigurationError, match="no line"):
         MockEngineConfig(output=str(path))
+
+
+def test_a_file_is_read_once_until_it_changes(tmp_path: Path) -> None:
+    """Each engine has the same lines, and does not parse them anew at each frontend."""
+    path = tmp_path / "answers.jsonl"
+    path.write_text('{"tokens": [1]}\n')
+    first, again = read_answer_file(path), read_answer_file(path)
+    path.write_text('{"tokens": [1, 2]}\n')
+    changed = read_answer_file(path)
+
+    assert again is first
+    assert [line.tokens for line in (*first, *changed)] == [[1], [1, 2]]

@@ -60,12 +60,13 @@ async def run(
       debug: Print the traceback of a failure.
     """
     from trio_vllm.cli.mock_processes import run_mock_engines
-    from trio_vllm.mock import load_vocabulary
 
     # ``config`` was read by the app.
     own = {"metrics_port": metrics_port, "metrics_host": metrics_host, "live": live, "debug": debug}
     given = MockOptions.of(processes=processes, like=like, profile=profile, **own, **options)
     if given.engine.tokenizer is not None:
+        from trio_vllm.mock import load_vocabulary
+
         load_vocabulary(given.engine.tokenizer)  # wrong usage if it cannot be read
     return await run_mock_engines(given)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -52,16 +53,24 @@ class AnswerLine:
         return Ending(count, self.finish_reason, self.stop_reason)
 
 
-def read_answer_file(path: str | Path) -> list[AnswerLine]:
+def read_answer_file(path: str | Path) -> Sequence[AnswerLine]:
     """The lines of a file; empty ones do not count.
+
+    A file that has not changed is read once, whatever the number of engines.
 
     Raises:
       ConfigurationError: It cannot be read, or one of its lines; says which.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        status = Path(path).stat()
+        return _read(str(path), status.st_mtime_ns, status.st_size)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path} cannot be read: {error}") from None
+
+
+@functools.lru_cache(maxsize=1)
+def _read(path: str, *_: int) -> Sequence[AnswerLine]:
+    text = Path(path).read_text(encoding="utf-8")
     lines: list[AnswerLine] = []
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
