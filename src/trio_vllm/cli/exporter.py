@@ -175,9 +175,8 @@ class StateServer:
             ("Content-Length", str(len(page.body))),
             ("Connection", "close"),
         ]
-        events = [h11.Response(status_code=page.status, headers=headers)]
-        sent = b"".join(filter(None, map(connection.send, events)))
-        await stream.send_all(sent + (b"" if method == "HEAD" else page.body))
+        head = connection.send(h11.Response(status_code=page.status, headers=headers)) or b""
+        await stream.send_all(head + (b"" if method == "HEAD" else page.body))
 
 
 async def _receive_request(
