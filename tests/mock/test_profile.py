@@ -44,7 +44,7 @@ def test_own_profiles(tmp_path: Path) -> None:
     ("text", "reason"),
     [
         ("step_tim = 1", "unknown key 'step_tim'; did you mean 'step_time'"),
-        ("step_time = 'soon'", "step_time: 'soon' is no duration"),
+        ("step_time = 'soon'", "step_time must be a time such as 20ms"),
         ("step_time = -1", "step_time must be finite and not be negative"),
         ("max_num_seqs = 'all'", "max_num_seqs must be an integer"),
         ("enable_prefix_caching = 'no'", "must be true or false"),

@@ -35,7 +35,12 @@ SECTIONS = (
     "Life",
 )
 """The headings of the help, in order."""
-GROUPS = {title: Group(title, sort_key=number) for number, title in enumerate(SECTIONS)}
+WITH_TIMES = ("Time of a step", "Time of a request", "Disaggregation", "Life")
+HOW_TO_WRITE_TIMES = "Times are seconds, or have a unit: 20ms, 1.5s."
+GROUPS = {
+    title: Group(title, help=HOW_TO_WRITE_TIMES if title in WITH_TIMES else "", sort_key=number)
+    for number, title in enumerate(SECTIONS)
+}
 
 
 def _split(_type: Any, tokens: Sequence[Token]) -> tuple[str, ...]:
@@ -60,15 +65,6 @@ SPECIAL = {
     "enable_prefix_caching": Parameter(negative="--no-enable-prefix-caching"),
 }
 """What cannot be told from a field."""
-
-NUMBERS = {
-    "acceptance_rate",
-    "time_factor_under_load",
-    "time_scale",
-    "output_tokens_mean",
-    "output_tokens_std_dev",
-}
-"""Options that are no durations."""
 
 HIDDEN = {"enable_sleep_mode"}
 """Fields that are not options of the command."""
@@ -105,10 +101,6 @@ def _docstrings(*classes: type[Any]) -> dict[str, str]:
     return found
 
 
-def _is_duration(field: attrs.Attribute[Any], hint: Any) -> bool:
-    return hint is float and field.name not in NUMBERS
-
-
 def _option(field: attrs.Attribute[Any], hint: Any, doc: str) -> inspect.Parameter:
     if field.name == "supported_tasks":
         hint = str  # one text, separated by commas
@@ -117,7 +109,7 @@ def _option(field: attrs.Attribute[Any], hint: Any, doc: str) -> inspect.Paramet
         Parameter(help=doc),
         _checked(field),
         Parameter(group=GROUPS[title]) if title else Parameter(),
-        Parameter(converter=_duration) if _is_duration(field, hint) else Parameter(),
+        Parameter(converter=_duration) if field.converter else Parameter(),
         SPECIAL.get(field.name, Parameter()),
     )
     return inspect.Parameter(
