@@ -150,3 +150,5 @@ def test_plotting_needs_matplotlib_or_plots(
     run_json(capsys, *SMALL, "--plot", str(path))
 
     assert path.read_bytes().startswith(b"\x89PNG")
+    assert main(["bench", "--mock", "--plot", str(tmp_path / "load.txt")]) == 2
+    assert "--plot. Must end with one of ." in capsys.readouterr().err

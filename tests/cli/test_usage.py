@@ -98,7 +98,7 @@ def test_defaults_are_those_of_the_examples(command: str, defaults: dict[str, ob
         (["--mock", "--spawn", "engine"], "exclude each other"),
         (["--mock", "engine"], "a COMMAND needs --spawn"),
         (["--spawn"], "--spawn needs a command"),
-        (["--spawn", "--", "engine"], "give --handshake-address"),
+        (["--spawn", "--", "engine"], "give --handshake-address, or put {port} into it"),
         (["--mock", "--colour"], "Unknown option"),
     ],
 )

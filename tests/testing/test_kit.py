@@ -110,9 +110,13 @@ async def test_an_engine_that_is_killed(autojump_clock: MockClock) -> None:
         async with mock.llm.stream(request) as deltas:
             await anext(deltas)
             mock.kill(1)
+            begin = trio.current_time()
             with pytest.raises(EngineDeadError):
                 async for _ in deltas:
                     pass
+            assert trio.current_time() - begin == pytest.approx(
+                0.2
+            )  # as docs/howto/testing.md says
 
         assert mock.llm.client.engine_indices == [0]
         assert len((await mock.llm.generate(prompt(1))).token_ids) == 8
