@@ -311,6 +311,11 @@ class DecodeError(EngineCoreError):
         return f"{text}: {self.reason}"
 
 
+def how_to_install(extra: str) -> str:
+    """The command that installs what an extra of this package needs, for its users and in a clone."""
+    return f"pip install 'trio-vllm[{extra}]', in a clone pip install '.[{extra}]'"
+
+
 def copy_error(error: EngineCoreError) -> EngineCoreError:
     """An exception like ``error``, to raise: the same one, raised twice, would mix its tracebacks."""
     again = type(error)(*error.args)

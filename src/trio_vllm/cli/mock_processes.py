@@ -40,6 +40,7 @@ from trio_vllm.cli.app import (
 )
 from trio_vllm.cli.mock_options import MockOptions
 from trio_vllm.concurrency import running
+from trio_vllm.errors import how_to_install
 from trio_vllm.processes import (
     ChildProcess,
     EndTimes,
@@ -111,7 +112,7 @@ async def _exporter(host: str, port: int, states: EngineStatuses) -> Callable[[]
         from trio_vllm.cli.exporter import listen, serve_metrics
     except ImportError as error:
         raise ConfigurationError(
-            f"--metrics-port needs a library ({error}): pip install 'trio-vllm[metrics]'"
+            f"--metrics-port needs a library ({error}): {how_to_install('metrics')}"
         ) from error
     return partial(serve_metrics, states, await listen(host, port))
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import attrs
 
-from trio_vllm.errors import ConfigurationError
+from trio_vllm.errors import ConfigurationError, how_to_install
 
 MAX_ENGINES = 2**16
 """Engine ids have two bytes."""
@@ -218,7 +218,7 @@ def _tokenizer(value: Any) -> str | None:
     if value is None:
         return None
     if importlib.util.find_spec("llguidance") is None:
-        return "takes the package llguidance: install trio-vllm[structured]"
+        return f"takes the package llguidance: {how_to_install('structured')}"
     is_there = (Path(value) / "tokenizer.json").is_file()
     return None if is_there else "must be a folder with a tokenizer.json"
 
