@@ -286,7 +286,7 @@ def test_files_without_permission(
 
 def test_a_trace_that_is_not_there(tmp_path: Path, capsys: Captured) -> None:
     assert main(["bench", "--mock", "--trace", str(tmp_path / "trace.jsonl")]) == 2
-    assert "--trace. Cannot be read." in capsys.readouterr().err
+    assert "trace.jsonl cannot be read." in capsys.readouterr().err
 
 
 def test_junit_of_what_others_have_written(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ A command of ``llm-smoke`` and not one of its own: it finds, starts and ends its
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -34,6 +35,22 @@ from trio_vllm.cli.smokes import SmokeError, check
 
 COUNT = 1000
 """Requests if neither a number nor a time is given."""
+
+
+def check_files(options: BenchOptions) -> None:
+    """Refuse, by `ValueError`, what could not be read, or drawn at the end."""
+    trace, path = options.trace, options.plot
+    if trace is not None and not os.access(trace, os.R_OK):
+        raise ValueError(f"--trace {trace} cannot be read.")
+    if path is None:
+        return
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
+    kinds = sorted(Figure().canvas.get_supported_filetypes())
+    if path.suffix.removeprefix(".").lower() not in kinds:
+        raise ValueError(f"--plot {path} must end with one of .{', .'.join(kinds)}.")
 
 
 async def bench(llm: Llm, report: Report, options: BenchOptions) -> None:

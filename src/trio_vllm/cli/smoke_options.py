@@ -57,24 +57,6 @@ def _check_output_file(_type: Any, value: Path | None) -> None:
         raise ValueError("Cannot be written.")
 
 
-def _check_plot(_type: Any, value: Path | None) -> None:
-    _check_output_file(_type, value)
-    if value is None:
-        return
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("Needs matplotlib: pip install matplotlib") from error
-    kinds = Figure().canvas.get_supported_filetypes()
-    if value.suffix.removeprefix(".").lower() not in kinds:
-        raise ValueError(f"Must end with one of .{', .'.join(sorted(kinds))}.")
-
-
-def _check_input_file(_type: Any, value: Path | None) -> None:
-    if value is not None and not (value.exists() and os.access(value, os.R_OK)):
-        raise ValueError("Cannot be read.")
-
-
 OutputFile = Parameter(validator=_check_output_file)
 
 
@@ -249,7 +231,7 @@ class BenchOptions(SmokeOptions):
     """Prompts are made of token ids below this number."""
     seed: Annotated[int, _at_least(0), Parameter(group=LOAD)] = 0
     """Of lengths, tokens and times."""
-    trace: Annotated[Path | None, Parameter(validator=_check_input_file, group=LOAD)] = None
+    trace: Annotated[Path | None, Parameter(group=LOAD)] = None
     """A recorded load in place of a random one: Mooncake's JSON lines, or BurstGPT's .csv."""
     trace_speed: Annotated[float, Seconds] = 1.0
     """How much faster than recorded."""
@@ -265,7 +247,7 @@ class BenchOptions(SmokeOptions):
     count for request_goodput."""
     result_file: Annotated[Path | None, OutputFile, Parameter(group=RESULTS)] = None
     """Write the figures and those of each request there, in the form of ``vllm bench serve``."""
-    plot: Annotated[Path | None, Parameter(validator=_check_plot, group=RESULTS)] = None
+    plot: Annotated[Path | None, OutputFile, Parameter(group=RESULTS)] = None
     """Draw latencies over time into this file; needs matplotlib."""
 
     @property
