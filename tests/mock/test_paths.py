@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.mock.driver import Driver, drive
 
-from trio_vllm.mock.fast_batch import SEVERAL_STEPS_SIZE
+from trio_vllm.mock.fast_batch import MADE_AT_ONCE
 
 IDS = [*"abcdefgh", "a longer id", "ü" * 40, "x" * 300, "y" * 5000, ""]
 
@@ -131,21 +131,26 @@ def messages_for(client_index: int, driver: Driver) -> list[Any]:
     return messages
 
 
-@pytest.mark.parametrize("id_length", [8, 500])
-@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize(
+    ("request_count", "id_length", "step_counts"),
+    [
+        pytest.param(8, 500, (32, 5), id="written at once"),
+        pytest.param(16, 500, (1 + MADE_AT_ONCE // (16 * 508),) * 2, id="one by one"),
+        pytest.param(400, 500, (1, 1), id="large"),
+    ],
+)
 @pytest.mark.parametrize("client_count", [1, 2])
 def test_steps_are_made_at_once_where_that_pays(
-    id_length: int, is_large: bool, client_count: int
+    request_count: int, id_length: int, step_counts: tuple[int, int], client_count: int
 ) -> None:
     """Up to the next end, and as many as there may be; not if they are large."""
     driver = drive(client_count=client_count)
-    row_length = id_length + (6 if id_length < 32 else 8)  # with 16 bits for the token
-    for i in range(SEVERAL_STEPS_SIZE // row_length + is_large):
+    for i in range(request_count):
         driver.add(f"{i:0{id_length}}", 40, client_index=i % client_count)
     driver.step(2)
     counts = [len(driver.engine.steps(now, 32)) for now in (200.0, 201.0)]
 
-    assert [(1 if is_large else count) * client_count for count in (32, 5)] == counts
+    assert [count * client_count for count in step_counts] == counts
     assert client_count == len(driver.engine.steps(202.0, 1))
 
 

@@ -355,7 +355,7 @@ class MockEngine:
         if self.is_deaf:
             return []
         self._begin(now)
-        if (death := self._death_of(message)) is not None:
+        if self._deaths is not None and (death := self._death_of(message, self._deaths)):
             return self._die(death)
         match message:
             case EngineCoreRequest():
@@ -396,12 +396,12 @@ class MockEngine:
             )
         )
 
-    def _death_of(self, message: EngineMessage) -> Death | None:
-        if self._deaths is None or self.death is not None:
+    def _death_of(self, message: EngineMessage, deaths: Deaths) -> Death | None:
+        if self.death is not None:
             return None
         if isinstance(message, EngineCoreRequest):
-            return self._deaths.of_request(message, is_refused=self._takes_no(message))
-        return self._deaths.of_call(message) if isinstance(message, UtilityRequest) else None
+            return deaths.of_request(message, is_refused=self._takes_no(message))
+        return deaths.of_call(message) if isinstance(message, UtilityRequest) else None
 
     def _takes_no(self, wire: EngineCoreRequest) -> bool:
         """Whether a request is turned away before anything else is done with it."""
@@ -444,12 +444,10 @@ class MockEngine:
             for client_index in range(self._client_count)
         ]
 
-    def _is_reachable(self, client_index: int, what: str) -> bool:
-        if client_index < self._client_count:
-            return True
+    def _ignore_unreachable(self, client_index: int, what: str) -> list[Outgoing]:
         clients = f"there are {self._client_count} clients"
         self.events.ignored(f"{what} is for client {client_index}, but {clients}")
-        return False
+        return []
 
     def shut_down(self, now: float, *, drain: bool) -> list[Outgoing]:
         """From now on refuse everything; abort what there is, unless it may ``drain``."""
@@ -463,8 +461,8 @@ class MockEngine:
     # Requests coming ----------------------------------------------------------------------------
 
     def _add(self, wire: EngineCoreRequest, now: float) -> list[Outgoing]:
-        if not self._is_reachable(wire.client_index, f"request {wire.request_id!r}"):
-            return []
+        if wire.client_index >= self._client_count:
+            return self._ignore_unreachable(wire.client_index, f"request {wire.request_id!r}")
         if self._is_shutting_down:
             return [
                 self._replies.ended(wire.client_index, [wire.request_id], FinishReason.ABORT, now)
@@ -625,8 +623,9 @@ class MockEngine:
     # Utility calls ------------------------------------------------------------------------------
 
     def _call(self, request: UtilityRequest, now: float) -> list[Outgoing]:
-        if not self._is_reachable(request.client_index, f"utility call {request.method!r}"):
-            return []
+        if request.client_index >= self._client_count:
+            what = f"utility call {request.method!r}"
+            return self._ignore_unreachable(request.client_index, what)
         if self._is_shutting_down:
             output = self._control.refuse(request, "Server shutting down")
             return [self._replies.utility(request.client_index, output, now)]

@@ -107,6 +107,8 @@ class Request:
         self.events = [*(self.events or ()), (event, now)]
 
 
+NO_TOKENS: frozenset[int] = frozenset()
+
 KEEPING = frozenset({FinishReason.LENGTH, FinishReason.STOP})
 """Ends after which the blocks of a prompt are kept for another engine."""
 
@@ -356,7 +358,7 @@ def _extras(wire: EngineCoreRequest, emitted: int, vocab_size: int) -> Extras | 
     params = wire.sampling_params
     if params is None:
         return Extras(pooling=wire.pooling_params, trace_headers=wire.trace_headers or None)
-    masked = _masked(params, vocab_size) if params.min_tokens else frozenset[int]()
+    masked = _masked(params, vocab_size) if params.min_tokens else NO_TOKENS
     about_prompt = params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
     about_tokens = params.logprobs is not None or params.logprob_token_ids is not None
     if not (masked or about_prompt or about_tokens or wire.trace_headers):
