@@ -38,7 +38,7 @@ TOKENS_AHEAD = 32_768
 """How many tokens a block whose requests stay draws ahead for all of them together."""
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, weakref_slot=False)
 class Member:
     """A request in the batch, and its place there; steps are those of its client."""
 

@@ -46,7 +46,7 @@ class Extras:
     trace_headers: dict[str, str] | None = None
 
 
-@attrs.define(eq=False, kw_only=True)
+@attrs.define(eq=False, kw_only=True, weakref_slot=False)
 class Request:
     """An unfinished request; which batch it is in, and where, is that batch's to know."""
 

@@ -235,8 +235,10 @@ class UnlimitedScheduler:
         """Send waiting requests along the fast path and the plain path."""
         fast: list[Request] = []
         plain: list[Request] = []
+        if len(started) == len(self._waiting):
+            self._waiting.clear()  # with the memory of a table that was large once
         for request in started:
-            del self._waiting[request.request_id]
+            self._waiting.pop(request.request_id, None)
             self._prefills += 1
             self._prefilled_tokens += request.prompt_len
             if request.transfer is not None:
