@@ -36,10 +36,19 @@ with another, 0.33 answers with an error, and 0.32 without a word does it by the
 Adapter = tuple[str, str]
 """Name and path."""
 
-_CACHE_RESETS = frozenset({"reset_mm_cache", "reset_encoder_cache", "sleep"})
+_CACHE_RESETS = frozenset({"reset_mm_cache", "reset_encoder_cache", "release_kv_cache_memory"})
 """Utility calls after which workers have no queries any more."""
 _PAUSES = frozenset({"pause_scheduler", "pause_generation"})
 """The same, unless their second argument says that caches stay."""
+
+
+def _clears_queries(method: str, args: Sequence[Any]) -> bool:
+    """Whether workers have no queries any more after a utility call."""
+    if method == "collective_rpc":
+        return args[0] in _CACHE_RESETS if args else False
+    if method == "sleep":  # of level 0 it only pauses
+        return list(args[:1]) != [0]
+    return method in _CACHE_RESETS or (method in _PAUSES and list(args[1:2]) != [False])
 
 
 def _backend(request: EngineCoreRequest) -> str | None:
@@ -129,7 +138,7 @@ class EngineFacts:
         """Note that a utility call is sent, which may undo what is known."""
         if method == "remove_lora" and args:
             self._adapters.pop(args[0], None)
-        elif method in _CACHE_RESETS or (method in _PAUSES and args[1:2] != [False]):
+        elif _clears_queries(method, args):
             self._queries.clear()
 
     def note_results(self, method: str, args: Sequence[Any], results: Mapping[int, Any]) -> None:
