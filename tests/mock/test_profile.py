@@ -46,6 +46,8 @@ def test_own_profiles(tmp_path: Path) -> None:
         ("step_tim = 1", "unknown key 'step_tim'; did you mean 'step_time'"),
         ("step_time = 'soon'", "step_time: 'soon' is no duration"),
         ("step_time = -1", "step_time must be finite and not be negative"),
+        ("acceptance_rate = '500ms'", "acceptance_rate must be from 0 to 1"),
+        ("time_scale = '500ms'", "time_scale must be more than 0"),
         ("max_num_seqs = 'all'", "max_num_seqs must be an integer"),
         ("enable_prefix_caching = 'no'", "must be true or false"),
         ("max_num_seqs = 9000", "less than max_num_seqs"),

@@ -61,15 +61,6 @@ SPECIAL = {
 }
 """What cannot be told from a field."""
 
-NUMBERS = {
-    "acceptance_rate",
-    "time_factor_under_load",
-    "time_scale",
-    "output_tokens_mean",
-    "output_tokens_std_dev",
-}
-"""Options that are no durations."""
-
 HIDDEN = {"enable_sleep_mode"}
 """Fields that are not options of the command."""
 
@@ -105,19 +96,16 @@ def _docstrings(*classes: type[Any]) -> dict[str, str]:
     return found
 
 
-def _is_duration(field: attrs.Attribute[Any], hint: Any) -> bool:
-    return hint is float and field.name not in NUMBERS
-
-
 def _option(field: attrs.Attribute[Any], hint: Any, doc: str) -> inspect.Parameter:
     if field.name == "supported_tasks":
         hint = str  # one text, separated by commas
     title = field.metadata.get("section")
+    is_duration = getattr(field.validator, "is_of_duration", False)
     parameters = (
         Parameter(help=doc),
         _checked(field),
         Parameter(group=GROUPS[title]) if title else Parameter(),
-        Parameter(converter=_duration) if _is_duration(field, hint) else Parameter(),
+        Parameter(converter=_duration) if is_duration else Parameter(),
         SPECIAL.get(field.name, Parameter()),
     )
     return inspect.Parameter(

@@ -68,6 +68,8 @@ class Check:
 
     fault_in: Callable[[Any], str | None]
     """Returns what is wrong with a value, to be read after the option's name."""
+    is_of_duration: bool = False
+    """Whether the option is a duration, which may be given as a text such as ``20ms``."""
 
     def __call__(self, _instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
         fault = self.fault_in(value)
@@ -116,13 +118,17 @@ def parse_duration(text: str) -> float:
     return float(found[1]) * UNITS.get(found[2], 1.0)
 
 
-@Check
+def _duration(fault_in: Callable[[Any], str | None]) -> Check:
+    return Check(fault_in, is_of_duration=True)
+
+
+@_duration
 def _seconds(value: Any) -> str | None:
     # the comparison also refuses nan
     return None if isinstance(value, int | float) and value >= 0 else "must not be negative"
 
 
-@Check
+@_duration
 def _finite_seconds(value: Any) -> str | None:
     is_fine = isinstance(value, int | float) and 0 <= value < math.inf
     return None if is_fine else "must be finite and not be negative"
@@ -146,7 +152,7 @@ def _share(value: Any) -> str | None:
     return None if is_fine else "must be from 0 to 1"
 
 
-@Check
+@_duration
 def _positive_seconds(value: Any) -> str | None:
     return None if isinstance(value, int | float) and value > 0 else "must be more than 0"
 

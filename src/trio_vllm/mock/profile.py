@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from trio_vllm.errors import ConfigurationError
-from trio_vllm.mock.config import MockEngineConfig, parse_duration
+from trio_vllm.mock.config import Check, MockEngineConfig, parse_duration
 
 DESCRIPTIONS = ("description", "source")
 """Keys of a profile that are no options."""
@@ -73,7 +73,8 @@ def parse_profile(text: str, name: str) -> dict[str, Any]:
 
 def _value(field: attrs.Attribute[Any], value: Any) -> Any:
     """A value of a profile, which may be a duration."""
-    if str(field.type) == "float" and isinstance(value, str):
+    is_of_duration = isinstance(field.validator, Check) and field.validator.is_of_duration
+    if is_of_duration and isinstance(value, str):
         try:
             return parse_duration(value)
         except ValueError as error:
