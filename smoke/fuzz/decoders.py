@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from fuzz.framing import join, split
 from fuzz.vectors import Frames, recorded
 from trio_vllm.client.engines import EngineInfo
+from trio_vllm.endpoint import parse_endpoint
 from trio_vllm.errors import ConfigurationError, DecodeError, InvalidFieldError, StartupError
 from trio_vllm.mock import MockEngineConfig
 from trio_vllm.mock.engine import data_parallel_size, ready_response
@@ -50,7 +51,6 @@ from trio_vllm.protocol.msgpack import unpack
 from trio_vllm.protocol.pieces import array_at, skip
 from trio_vllm.protocol.pieces import split as split_array
 from trio_vllm.protocol.startup import MAX_NOTES
-from trio_vllm.transport.address import parse_endpoint
 from trio_vllm.transport.engine import read_init
 
 MAX_TEXT = 1000

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
-import re
 import signal
 import sys
 import tomllib
@@ -21,6 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar
 
 from cyclopts import App, ArgumentCollection, CycloptsError, Parameter
 from cyclopts.config import Dict, Env
+
+from trio_vllm import ConfigurationError
+from trio_vllm.endpoint import parse_endpoint
 
 if TYPE_CHECKING:
     import trio
@@ -100,11 +102,12 @@ def read_config_file(app: App, commands: tuple[str, ...], arguments: ArgumentCol
 
 def check_address(_type: Any, value: str | None) -> None:
     """Refuse, by `ValueError`, what is no address to connect to."""
-    if value is None or re.fullmatch(r"ipc://.+", value):
+    if value is None:
         return
-    port = re.fullmatch(r"tcp://.+:([0-9]{1,5})", value)
-    if port is None or not 1 <= int(port[1]) <= 65535:
-        raise ValueError("Must be tcp://HOST:PORT or ipc://PATH.")
+    try:
+        parse_endpoint(value, port_required=True)
+    except ConfigurationError as error:
+        raise ValueError("Must be tcp://HOST:PORT or ipc://PATH.") from error
 
 
 def unknown_variables(app: App) -> list[str]:

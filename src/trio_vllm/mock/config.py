@@ -1,7 +1,7 @@
 """`MockEngineConfig` and `ServeOptions`: the options of mock engines, declared once.
 
 The command ``mock-engine`` reads its options, their defaults, bounds and help from these classes. The
-module imports attrs alone, so that showing the help costs no more.
+module imports little besides attrs, so that showing the help costs no more.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import attrs
 
+from trio_vllm.endpoint import parse_endpoint
 from trio_vllm.errors import ConfigurationError
 
 MAX_ENGINES = 2**16
@@ -167,10 +168,9 @@ def _one_of(*values: str, optional: bool = False) -> Check:
 
 @Check
 def _address(value: Any) -> str | None:
-    if re.fullmatch(r"ipc://.+", value):
-        return None
-    port = re.fullmatch(r"tcp://.+:([0-9]{1,5})", value)
-    if port is None or not 1 <= int(port[1]) <= 65535:
+    try:
+        parse_endpoint(value, port_required=True)
+    except ConfigurationError:
         return "must be tcp://HOST:PORT or ipc://PATH"
     return None
 
