@@ -27,6 +27,7 @@ from trio_vllm.protocol import (
     StartDpWave,
     UndecodedBatch,
     UtilityRequest,
+    bare_token_ids,
     decode_coordinator_broadcast,
     decode_coordinator_notice,
     decode_coordinator_stats,
@@ -45,7 +46,6 @@ from trio_vllm.protocol import (
     encode_report,
     encode_start_dp_wave,
     encode_utility,
-    plain_token_ids,
 )
 from trio_vllm.protocol.msgpack import unpack
 from trio_vllm.protocol.pieces import array_at, skip
@@ -85,7 +85,7 @@ def _decode_rows(frames: Frames) -> None:
     if not isinstance(batch, UndecodedBatch):
         return
     for row in batch.rows:
-        plain = plain_token_ids(row)
+        plain = bare_token_ids(row)
         try:
             output = batch.decode_row(row)
         except DecodeError as error:

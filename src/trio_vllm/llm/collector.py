@@ -60,7 +60,7 @@ class Collector:
         "_last",
         "_logprobs",
         "_max_tokens",
-        "_outputs_with_extras",
+        "_outputs_with_details",
         "_params",
         "_pooled",
         "_prefill_stats",
@@ -111,7 +111,7 @@ class Collector:
         # What piles up is at most max_tokens tokens of this request.
         self._token_ids = array("I")
         self._times = array("d")  # the engine's clock, one for each output with tokens
-        self._outputs_with_extras: list[EngineCoreOutput] = []  # until they are delivered
+        self._outputs_with_details: list[EngineCoreOutput] = []  # until they are delivered
         self._logprobs: LogprobsCollector | None = None
         self._prompt_logprobs: LogprobsCollector | None = None
         self._pooled: Tensor | None = None
@@ -182,8 +182,8 @@ class Collector:
                 count = None if self._params is None else self._params.prompt_logprobs
                 self._prompt_logprobs = LogprobsCollector(logprob_columns(count))
             self._prompt_logprobs.add(prompt)
-        if _has_extras(output):
-            self._outputs_with_extras.append(output)
+        if _has_details(output):
+            self._outputs_with_details.append(output)
         if output.pooling_output is not None:
             self._add_pooled(output.pooling_output, timestamp)
         if output.events:
@@ -295,8 +295,8 @@ class Collector:
         # Where there is nothing to check there may still be what was not asked for.
         if self.answer_checks or self._logprobs is not None or self._prompt_logprobs is not None:
             self._add_logprobs(delta)
-        if self._outputs_with_extras:
-            self._add_extras(delta)
+        if self._outputs_with_details:
+            self._add_details(delta)
         if self._last is not None:
             delta.finish_reason = self._last.finish_reason
             self._add_end(delta, self._last)
@@ -316,8 +316,8 @@ class Collector:
             finish_reason=last.finish_reason,
         )
         self._add_logprobs(output)
-        if self._outputs_with_extras:
-            self._add_extras(output)
+        if self._outputs_with_details:
+            self._add_details(output)
         self._add_end(output, last)
         return output
 
@@ -360,8 +360,8 @@ class Collector:
             "an output", error.where, error.reason, self.engine_index, self.request_id
         )
 
-    def _add_extras(self, completion: Completion) -> None:
-        outputs, self._outputs_with_extras = self._outputs_with_extras, []
+    def _add_details(self, completion: Completion) -> None:
+        outputs, self._outputs_with_details = self._outputs_with_details, []
         completion.prompt_token_id_logprobs = self._concatenated(
             ".prompt_token_id_logprobs", [o.prompt_token_id_logprobs for o in outputs]
         )
@@ -435,7 +435,7 @@ class Collector:
         return tuple(reversed(spans))
 
 
-def _has_extras(output: EngineCoreOutput) -> bool:
+def _has_details(output: EngineCoreOutput) -> bool:
     """Whether an output describes its tokens by more than their ids."""
     return (
         output.prompt_token_id_logprobs is not None
