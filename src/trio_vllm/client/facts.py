@@ -26,12 +26,9 @@ from trio_vllm.client.late_interaction import (
     late_interaction_engine,
     late_interaction_of,
 )
+from trio_vllm.client.versions import LATCHING
 from trio_vllm.errors import InvalidFieldError, UnsupportedFieldError
 from trio_vllm.protocol import EngineCoreRequest, LateInteractionParams, LoRARequest
-
-LATCHING_RELEASES = ("0.32.", "0.33.")
-"""Versions of engines that keep the structured-outputs backend of the first request that has one:
-with another, 0.33 answers with an error, and 0.32 without a word does it by the first."""
 
 Adapter = tuple[str, str]
 """Name and path."""
@@ -201,7 +198,7 @@ class EngineFacts:
 
     def _note_backend(self, request: EngineCoreRequest, engine_index: int) -> None:
         backend = _backend(request)
-        if backend is not None and self.limits.vllm_version.startswith(LATCHING_RELEASES):
+        if backend is not None and self.limits.vllm_version.startswith(LATCHING):
             self._backends.setdefault(engine_index, (backend, request.request_id))
 
     def _note_end_of_first(self, request_id: str, engine_index: int, *, has_failed: bool) -> None:

@@ -45,6 +45,8 @@ REQUEST_TIME = _section("Time of a request")
 DISAGGREGATION = _section("Disaggregation")
 LIFE = _section("Life")
 
+NEWEST_RELEASE = (0, 33)
+"""Major and minor number of the newest vLLM that mock engines behave like."""
 POLICIES = ("fcfs", "priority")
 PD_ROLES = ("prefill", "decode", "both")
 HASH_ALGORITHMS = ("sha256", "sha256_cbor")
@@ -538,10 +540,10 @@ class MockEngineConfig:
         ]
 
     @property
-    def release(self) -> tuple[int, int]:
-        """The release of vLLM whose rules hold: 0.33, unless an older one is claimed."""
+    def vllm_release(self) -> tuple[int, int]:
+        """The release of vLLM whose rules hold: the newest, unless an older one is claimed."""
         found = re.match(r"(\d+)\.(\d+)", self.vllm_version)
-        return (int(found[1]), int(found[2])) if found else (0, 33)
+        return (int(found[1]), int(found[2])) if found else NEWEST_RELEASE
 
     @property
     def num_blocks(self) -> int:
