@@ -1,12 +1,13 @@
 """Profiles of known engines."""
 
+import tomllib
+from importlib import resources
 from pathlib import Path
 
 import pytest
 
 from trio_vllm.errors import ConfigurationError
 from trio_vllm.mock import MockEngineConfig, load_profile, profile_names
-from trio_vllm.mock.profile import describe_profile
 
 
 @pytest.mark.parametrize("name", profile_names())
@@ -16,7 +17,8 @@ def test_profiles_are_usable_and_say_where_they_come_from(name: str) -> None:
     assert config.is_scheduled
     assert 0.001 < config.step_time < 0.1
     assert config.step_time_per_prefill_token > config.step_time_per_context_token > 0
-    described = describe_profile(name)
+    file = resources.files("trio_vllm.mock.profiles") / f"{name}.toml"
+    described = tomllib.loads(file.read_text(encoding="utf-8"))
     assert "https://" in described["source"]
     assert described["description"]
 

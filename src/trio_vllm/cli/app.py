@@ -36,7 +36,7 @@ WRONG_USAGE = 2
 """The exit code for a command line that makes no sense."""
 
 MAX_ENGINES = 2**16
-"""How many engines a frontend can tell apart."""
+"""How many engines a frontend can tell apart; as in `protocol`, whose import would slow down the help."""
 
 LONGEST_TEXT = 500
 """Characters that are shown of a text that others have written."""

@@ -18,7 +18,7 @@ from trio_vllm.client.core import (
 )
 from trio_vllm.client.driver import CoreDriver
 from trio_vllm.client.engines import EngineInfo, EngineSnapshot, LoadBalancer
-from trio_vllm.client.requests import OutputStream
+from trio_vllm.client.streams import OutputStream
 from trio_vllm.client.utility_calls import UTILITY_TIMEOUT
 from trio_vllm.client.utility_methods import UtilityMethods
 from trio_vllm.client.versions import START_WAVE
@@ -259,7 +259,7 @@ async def open_client(
     """Connect to engine cores; the block's value drives them.
 
     Args:
-      mode: How we come by the engines: `HandshakeOwner` if we do the startup handshake,
+      mode: The `EngineSource`, which says how we come by the engines: `HandshakeOwner` if we do the startup handshake,
         `Bootstrapped` if a supervisor has done it, or what `trio_vllm.spawn_engine` gives.
       client_index: Which of the frontend's clients we are; engines answer on that output address.
         They are told but one address by us, so other clients need a supervisor (`Bootstrapped`).

@@ -55,7 +55,7 @@ from trio_vllm.client.engines import (
 from trio_vllm.client.facts import EngineFacts
 from trio_vllm.client.input_processing import callers_id, fill_defaults, validate_and_encode
 from trio_vllm.client.late_interaction import late_interaction_of
-from trio_vllm.client.requests import Sink, check_answer
+from trio_vllm.client.streams import Sink, check_answer
 from trio_vllm.client.utility_calls import (
     UtilityCall,
     UtilityCallTable,

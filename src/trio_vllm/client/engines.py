@@ -1,4 +1,4 @@
-"""`Engine` holds all that is known of one engine; `EngineTable` detects dead ones; a `LoadBalancer` chooses."""
+"""`EngineTable` keeps an `Engine` for each engine and detects dead ones; a `LoadBalancer` chooses one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import attrs
 
 from trio_vllm.client.input_processing import RequestLimits
-from trio_vllm.client.requests import Sink
+from trio_vllm.client.streams import Sink
 from trio_vllm.client.versions import oldest_release
 from trio_vllm.errors import DecodeError, EngineDeadError
 from trio_vllm.protocol import (

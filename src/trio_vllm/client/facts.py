@@ -16,7 +16,6 @@ import attrs
 
 from trio_vllm.client.engines import Engine
 from trio_vllm.client.input_processing import (
-    GENERATION_TASKS,
     RequestLimits,
     callers_id,
     needs_vocab_size,
@@ -28,7 +27,12 @@ from trio_vllm.client.late_interaction import (
 )
 from trio_vllm.client.versions import LATCHING
 from trio_vllm.errors import InvalidFieldError, UnsupportedFieldError
-from trio_vllm.protocol import EngineCoreRequest, LateInteractionParams, LoRARequest
+from trio_vllm.protocol import (
+    GENERATION_TASKS,
+    EngineCoreRequest,
+    LateInteractionParams,
+    LoRARequest,
+)
 
 Adapter = tuple[str, str]
 """Name and path."""

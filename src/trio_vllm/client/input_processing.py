@@ -23,6 +23,7 @@ from trio_vllm.client.field_errors import UnsupportedValue, invalid, unsupported
 from trio_vllm.client.versions import WITHOUT_LATE_CHUNKING
 from trio_vllm.errors import EmptyPromptError, InvalidFieldError, UnsupportedFieldError
 from trio_vllm.protocol import (
+    GENERATION_TASKS,
     Buffer,
     CodecError,
     EngineCoreReadyResponse,
@@ -38,9 +39,6 @@ from trio_vllm.protocol import (
     plain_items,
     request_label,
 )
-
-GENERATION_TASKS = frozenset({"generate", "transcription", "realtime"})
-"""What a model that makes tokens supports at least one of."""
 
 # Defaults ---------------------------------------------------------------------------------------
 

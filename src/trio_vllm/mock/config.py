@@ -21,7 +21,7 @@ from trio_vllm.endpoint import parse_endpoint
 from trio_vllm.errors import ConfigurationError
 
 MAX_ENGINES = 2**16
-"""Engine ids have two bytes."""
+"""Engine ids have two bytes. It is declared by `protocol`, whose import would slow down the help."""
 MAX_VOCAB_SIZE = 2**31
 """With log probabilities, token ids are signed 32-bit integers on the wire."""
 MAX_SEED = 2**64 - 1
@@ -51,9 +51,10 @@ POLICIES = ("fcfs", "priority")
 PD_ROLES = ("prefill", "decode", "both")
 HASH_ALGORITHMS = ("sha256", "sha256_cbor")
 DTYPES = ("float16", "bfloat16", "float32")
-GENERATION_TASKS = ("generate", "transcription", "realtime")
 TASKS = (
-    *GENERATION_TASKS,
+    "generate",
+    "transcription",
+    "realtime",
     "embed",
     "classify",
     "token_embed",
@@ -222,8 +223,8 @@ def _tokenizer(value: Any) -> str | None:
 
 
 @attrs.frozen(kw_only=True)
-class KvEventsConfig:
-    """Where KV-cache events are published: upstream's class of this name, with its defaults."""
+class KvEventsOptions:
+    """Where KV-cache events are published: upstream's ``KVEventsConfig``, with its defaults."""
 
     enable_kv_cache_events: bool = False
     publisher: str | None = None
@@ -239,7 +240,7 @@ class KvEventsConfig:
     topic: str = ""
 
     @classmethod
-    def from_json(cls, text: str) -> KvEventsConfig:
+    def from_json(cls, text: str) -> KvEventsOptions:
         """Read the JSON of ``--kv-events-config``.
 
         Raises:
@@ -273,7 +274,7 @@ def _kv_events_config(value: Any) -> str | None:
     if value is None:
         return None
     try:
-        KvEventsConfig.from_json(value)
+        KvEventsOptions.from_json(value)
     except ValueError as error:
         is_json = not isinstance(error, json.JSONDecodeError)
         return str(error) if is_json else f"must be JSON ({error})"
@@ -512,11 +513,11 @@ class MockEngineConfig:
         return any(getattr(self, name) != default for name, default in _scheduling_defaults())
 
     @property
-    def kv_events(self) -> KvEventsConfig | None:
+    def kv_events(self) -> KvEventsOptions | None:
         """Where KV-cache events are published, if they are."""
         if self.kv_events_config is None or not self.is_scheduled:
             return None
-        events = KvEventsConfig.from_json(self.kv_events_config)
+        events = KvEventsOptions.from_json(self.kv_events_config)
         return events if events.is_published else None
 
     @property

@@ -635,7 +635,7 @@ class MockEngine:
         holds_blocks = self._scheduler.holds_blocks
         outcome = self._control.call(request, self.counts, holds_blocks=holds_blocks)
         replies: list[Outgoing] = []
-        self._scheduler.paused = self._control.pause.state.value
+        self._scheduler.paused = self._control.pause.scheduler
         match outcome.action:
             case RequestAction.ABORT_ALL:
                 replies += self._abort_all(now)

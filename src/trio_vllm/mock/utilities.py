@@ -19,22 +19,12 @@ import attrs
 from trio_vllm.mock.adapters import AdapterCallError, Adapters
 from trio_vllm.mock.config import MockEngineConfig
 from trio_vllm.mock.late_interaction import LateQueries
-from trio_vllm.mock.unlimited import Counts
+from trio_vllm.mock.unlimited import Counts, Paused
 from trio_vllm.protocol import LoRARequest, UtilityOutput, UtilityRequest
 
 PAUSE_MODES = ("abort", "wait", "keep")
 MEMORY = frozenset({"weights", "kv_cache"})
 """What sleeping gives up and waking up gets back, by tag."""
-
-
-class PauseState(enum.Enum):
-    """How far a scheduler is paused, in the words of `unlimited.Paused`."""
-
-    RUNNING = "no"
-    NO_NEW = "new"
-    """What runs goes on, what is new waits."""
-    ALL = "all"
-    """Nothing goes on."""
 
 
 @attrs.define
@@ -44,7 +34,7 @@ class Pause:
     Mirrors ``pause_scheduler`` and its relatives in upstream ``vllm/v1/engine/core.py``.
     """
 
-    state: PauseState = PauseState.RUNNING
+    scheduler: Paused = "no"
     refuses: bool = False
     """Whether new requests are refused rather than queued."""
     asleep: set[str] = attrs.field(factory=set)
@@ -53,16 +43,16 @@ class Pause:
     @property
     def is_paused(self) -> bool:
         """Whether there is a pause of any kind."""
-        return self.state is not PauseState.RUNNING
+        return self.scheduler != "no"
 
     def start(self, mode: str, *, refuse: bool) -> None:
         """Pause in one of the `PAUSE_MODES`."""
-        self.state = PauseState.ALL if mode == "keep" else PauseState.NO_NEW
+        self.scheduler = "all" if mode == "keep" else "new"
         self.refuses = refuse and mode != "keep"
 
     def resume(self) -> None:
         """End a pause."""
-        self.state, self.refuses = PauseState.RUNNING, False
+        self.scheduler, self.refuses = "no", False
 
     def sleep(self) -> None:
         """Give up all memory."""
