@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -417,12 +417,8 @@ class Collector:
         To the engine that gets the prompt from there all of it looks cached. See ``RequestState`` in
         ``vllm/v1/engine/output_processor.py``.
         """
-        params = self._params
-        # This is read before the client has refused what is no map.
-        if params is None or not isinstance(params.extra_args, Mapping):
-            return None
-        transfer = params.extra_args.get("kv_transfer_params")
-        if not isinstance(transfer, Mapping) or not transfer.get("do_remote_prefill"):
+        transfer = None if self._params is None else self._params.kv_transfer_params
+        if transfer is None or not transfer.get("do_remote_prefill"):
             return None
         cached = transfer.get("remote_prefill_cached_tokens")
         return min(max(cached, 0), self._prompt_tokens) if type(cached) is int else None

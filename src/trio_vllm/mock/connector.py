@@ -153,7 +153,4 @@ class Connector:
 def transfer_params(wire: EngineCoreRequest) -> Mapping[str, Any]:
     """The ``kv_transfer_params`` of a request; none if they are no map."""
     params = wire.sampling_params
-    if params is None or not params.extra_args:
-        return {}
-    given = params.extra_args.get("kv_transfer_params")
-    return given if isinstance(given, Mapping) else {}
+    return {} if params is None else params.kv_transfer_params or {}
