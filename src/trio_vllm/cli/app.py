@@ -21,9 +21,6 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar
 from cyclopts import App, ArgumentCollection, CycloptsError, Parameter
 from cyclopts.config import Dict, Env
 
-from trio_vllm import ConfigurationError
-from trio_vllm.endpoint import parse_endpoint
-
 if TYPE_CHECKING:
     import trio
 
@@ -104,6 +101,9 @@ def check_address(_type: Any, value: str | None) -> None:
     """Refuse, by `ValueError`, what is no address to connect to."""
     if value is None:
         return
+    from trio_vllm import ConfigurationError  # 30 ms that the help does not need
+    from trio_vllm.endpoint import parse_endpoint
+
     try:
         parse_endpoint(value, port_required=True)
     except ConfigurationError as error:
