@@ -276,6 +276,23 @@ def test_queries_go_with_the_caches(method: str, args: list[Any], clears: bool) 
         assert document.end is FinishReason.STOP
 
 
+@pytest.mark.parametrize("method", ["pause_scheduler", "reset_mm_cache"])
+def test_query_under_way_counts_no_more_once_caches_are_cleared(method: str) -> None:
+    """Its answer may come first, and a document for it would then kill the engine."""
+    net = Network(1, MockEngineConfig(supported_tasks=("token_embed",)))
+    query = submit(net, scored("cache_query", "q"))
+    net.send()
+    for name in (method, "resume_scheduler"):
+        net.client.call_utility(
+            name, ["wait"] if name == "pause_scheduler" else [], CountingWaiter()
+        )
+        finish(net)
+
+    assert query.end is FinishReason.STOP
+    with pytest.raises(InvalidFieldError, match="is of no query"):
+        submit(net, scored("score_doc", "d"))
+
+
 def chunk(**fields: Any) -> EngineCoreRequest:
     return make_request("s", sampling_params=SamplingParams(max_tokens=2), **fields)
 

@@ -141,6 +141,8 @@ class EngineFacts:
             self._adapters.pop(args[0], None)
         elif _clears_queries(method, args):
             self._queries.clear()
+            # They may be answered before the caches are cleared, or after.
+            self._pending_queries.clear()
 
     def note_results(self, method: str, args: Sequence[Any], results: Mapping[int, Any]) -> None:
         """Note what every engine answered to a utility call."""
