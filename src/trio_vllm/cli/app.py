@@ -107,7 +107,7 @@ def check_address(_type: Any, value: str | None) -> None:
     try:
         parse_endpoint(value, port_required=True)
     except ConfigurationError as error:
-        raise ValueError("Must be tcp://HOST:PORT or ipc://PATH.") from error
+        raise ValueError(f"Must be tcp://HOST:PORT or ipc://PATH ({error}).") from error
 
 
 def unknown_variables(app: App) -> list[str]:

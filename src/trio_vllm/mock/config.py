@@ -173,8 +173,8 @@ def _one_of(*values: str, optional: bool = False) -> Check:
 def _address(value: Any) -> str | None:
     try:
         parse_endpoint(value, port_required=True)
-    except ConfigurationError:
-        return "must be tcp://HOST:PORT or ipc://PATH"
+    except ConfigurationError as error:
+        return f"must be tcp://HOST:PORT or ipc://PATH ({error})"
     return None
 
 
