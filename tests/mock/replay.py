@@ -159,7 +159,7 @@ class OracleReplay:
 
     def __init__(self, settings: Json, *, fast_path: bool = True) -> None:
         options = {name: settings[name] for name in settings if name in _CONFIG_FIELDS}
-        self.config = SchedulerConfig(**{**options, "release": tuple(settings["release"])})
+        self.config = SchedulerConfig(**{**options, "vllm_release": tuple(settings["release"])})
         self.cache = KvCache(
             settings["num_blocks"],
             settings["block_size"],

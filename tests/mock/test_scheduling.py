@@ -217,7 +217,7 @@ def test_who_preempts_itself_stops_the_others_in_0_32(
     release: tuple[int, int], expected: dict[str, int]
 ) -> None:
     """In 0.33 more important ones behind it go on."""
-    engine = make_engine(4, scheduling_policy="priority", cached=False, release=release)
+    engine = make_engine(4, scheduling_policy="priority", cached=False, vllm_release=release)
     for name, length, priority in (("a", 1, 0), ("b", 3, 5), ("c", 1, 0)):
         engine.add(name, length, priority=priority)
         engine.step()

@@ -7,9 +7,7 @@ vLLM's Rust ``vllm-mock-engine`` have its names, defaults and meaning.
 
 from __future__ import annotations
 
-import ast
 import inspect
-import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +18,7 @@ import attrs
 from cyclopts import Group, Parameter, Token
 
 from trio_vllm import ConfigurationError
+from trio_vllm._help import field_docs_in_source
 from trio_vllm.mock import MockEngineConfig, ServeOptions, parse_duration
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -61,15 +60,6 @@ SPECIAL = {
 }
 """What cannot be told from a field."""
 
-NUMBERS = {
-    "acceptance_rate",
-    "time_factor_under_load",
-    "time_scale",
-    "output_tokens_mean",
-    "output_tokens_std_dev",
-}
-"""Options that are no durations."""
-
 HIDDEN = {"enable_sleep_mode"}
 """Fields that are not options of the command."""
 
@@ -87,37 +77,16 @@ def _checked(field: attrs.Attribute[Any]) -> Parameter:
     return Parameter(validator=check)
 
 
-def _docstrings(*classes: type[Any]) -> dict[str, str]:
-    """The docstrings of the fields of classes in one module, which no class keeps.
-
-    cyclopts finds them, too, but parses the module for each class and looks at every base class,
-    which takes 50 ms.
-    """
-    tree = ast.parse(Path(inspect.getfile(classes[0])).read_text(encoding="utf-8"))
-    names = {cls.__name__ for cls in classes}
-    found: dict[str, str] = {}
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name in names:
-            for field, text in itertools.pairwise(node.body):
-                match field, text:
-                    case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(doc))):
-                        found[name] = doc
-    return found
-
-
-def _is_duration(field: attrs.Attribute[Any], hint: Any) -> bool:
-    return hint is float and field.name not in NUMBERS
-
-
 def _option(field: attrs.Attribute[Any], hint: Any, doc: str) -> inspect.Parameter:
     if field.name == "supported_tasks":
         hint = str  # one text, separated by commas
     title = field.metadata.get("section")
+    is_duration = getattr(field.validator, "is_of_duration", False)
     parameters = (
         Parameter(help=doc),
         _checked(field),
         Parameter(group=GROUPS[title]) if title else Parameter(),
-        Parameter(converter=_duration) if _is_duration(field, hint) else Parameter(),
+        Parameter(converter=_duration) if is_duration else Parameter(),
         SPECIAL.get(field.name, Parameter()),
     )
     return inspect.Parameter(
@@ -129,7 +98,8 @@ def _option(field: attrs.Attribute[Any], hint: Any, doc: str) -> inspect.Paramet
 
 
 def _options_of(*classes: type[Any]) -> Iterator[inspect.Parameter]:
-    docs = _docstrings(*classes)
+    # cyclopts finds them, too, but parses the module for each class and base class: 50 ms.
+    docs = field_docs_in_source(*classes)
     for cls in classes:
         hints = get_type_hints(cls)
         for field in attrs.fields(cls):

@@ -18,7 +18,7 @@ from typing import Any
 
 import attrs
 
-from trio_vllm.mock.config import MockEngineConfig
+from trio_vllm.mock.config import NEWEST_RELEASE, MockEngineConfig
 from trio_vllm.protocol import EngineCoreRequest
 
 REMOTE_FIELDS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
@@ -65,7 +65,7 @@ class Connector:
     """Seconds that blocks are kept for another engine."""
     sends: bool
     fetches: bool
-    release: tuple[int, int] = (0, 33)
+    vllm_release: tuple[int, int] = NEWEST_RELEASE
     _fetched: list[Fetched] = attrs.field(factory=list, init=False)
 
     @classmethod
@@ -81,7 +81,7 @@ class Connector:
             lease=config.kv_lease_duration * config.time_scale,
             sends=config.pd_role != "decode",
             fetches=config.pd_role != "prefill",
-            release=config.release,
+            vllm_release=config.vllm_release,
         )
 
     def transfer_of(self, wire: EngineCoreRequest) -> KvTransfer | None:
@@ -131,7 +131,7 @@ class Connector:
             "remote_blocks_expiry_time": None,
             "transfer_mode": "pull",
         }
-        if self.release >= (0, 33):
+        if self.vllm_release >= (0, 33):
             params["remote_registration_generation"] = 1
         if cached_tokens is not None:
             params["remote_prefill_cached_tokens"] = cached_tokens
@@ -153,7 +153,4 @@ class Connector:
 def transfer_params(wire: EngineCoreRequest) -> Mapping[str, Any]:
     """The ``kv_transfer_params`` of a request; none if they are no map."""
     params = wire.sampling_params
-    if params is None or not params.extra_args:
-        return {}
-    given = params.extra_args.get("kv_transfer_params")
-    return given if isinstance(given, Mapping) else {}
+    return {} if params is None else params.kv_transfer_params or {}

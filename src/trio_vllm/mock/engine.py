@@ -34,7 +34,6 @@ from trio_vllm.mock.encoding import (
 )
 from trio_vllm.mock.events import EventLog, Summary
 from trio_vllm.mock.kv_events import KvCacheEvent
-from trio_vllm.mock.late_interaction import LateQueries
 from trio_vllm.mock.request import Refusal, Request, RequestFactory
 from trio_vllm.mock.simulated import SimulatedScheduler, simulated_scheduler
 from trio_vllm.mock.spread import Spread
@@ -323,7 +322,6 @@ class MockEngine:
             )
         )
         self._control = EngineControl(config)
-        self._queries = LateQueries()
         self._deaths = self._make_deaths() if config.die_like_an_engine else None
         self._template = MessageTemplate(engine_index, self._control.weight_version)
         self._replies = Replies(engine_index)
@@ -392,7 +390,11 @@ class MockEngine:
         adapters = self._control.adapters
         return Deaths(
             Situation(
-                self.config, self._client_count, is_in_flight, adapters.fault_of, self._queries
+                self.config,
+                self._client_count,
+                is_in_flight,
+                adapters.fault_of,
+                self._control.queries,
             )
         )
 
@@ -553,13 +555,13 @@ class MockEngine:
             return request
         fault = None
         if wire.pooling_params is not None:
-            fault = self._queries.fault_of(wire)
+            fault = self._control.queries.fault_of(wire)
         if fault is None and wire.lora_request is not None:
             fault = self._control.adapters.fault_of(wire.lora_request)
         if fault is not None:
             return Refusal(fault)
         if request.is_pooling and not wire.abort_immediately:
-            request.query = self._queries.take(wire, request.key, request.prompt_len)
+            request.query = self._control.queries.take(wire, request.key, request.prompt_len)
         return request
 
     # Requests going -----------------------------------------------------------------------------
@@ -632,7 +634,7 @@ class MockEngine:
         holds_blocks = self._scheduler.holds_blocks
         outcome = self._control.call(request, self.counts, holds_blocks=holds_blocks)
         replies: list[Outgoing] = []
-        self._scheduler.paused = self._control.pause.state.value
+        self._scheduler.paused = self._control.pause.scheduler
         match outcome.action:
             case RequestAction.ABORT_ALL:
                 replies += self._abort_all(now)

@@ -12,7 +12,7 @@ from trio_vllm.mock.block_hashes import PLAIN, CacheScope, MultiModalSpan
 from trio_vllm.mock.config import MockEngineConfig
 from trio_vllm.mock.connector import Connector, KvTransfer, transfer_params
 from trio_vllm.mock.content import Pooler, TokenSource
-from trio_vllm.mock.deaths import fails_in_preprocessing, generates
+from trio_vllm.mock.deaths import fails_in_preprocessing, generates, prompt_length
 from trio_vllm.mock.ends import first_repetition, first_stop
 from trio_vllm.mock.kv_cache import BlockTable
 from trio_vllm.mock.late_interaction import LateQuery
@@ -155,7 +155,7 @@ class RequestFactory:
         Where a real engine would die (no prompt, or one too long) this gives a refusal, in that
         engine's words if it has any.
         """
-        prompt_len = _prompt_len(wire)
+        prompt_len = prompt_length(wire)
         fault = self._fault(wire, prompt_len)
         if fault is not None:
             code = None if fails_in_preprocessing(wire) else Refusal.CODE
@@ -306,15 +306,6 @@ def _too_many(what: str, count: int) -> str | None:
     if count <= MAX_NUMBERS:
         return None
     return f"{what} asks for {count} numbers in one output, {MAX_NUMBERS} are possible"
-
-
-def _prompt_len(wire: EngineCoreRequest) -> int:
-    if wire.prompt_token_ids is not None:
-        return len(wire.prompt_token_ids)
-    if wire.prompt_embeds is not None and wire.prompt_embeds.shape:
-        count, *sizes = wire.prompt_embeds.shape
-        return 0 if 0 in sizes else count  # any number of rows of nothing takes no memory
-    return 0
 
 
 def _scheduled(wire: EngineCoreRequest, prompt_len: int) -> ScheduledRequest:

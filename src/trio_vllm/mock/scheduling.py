@@ -24,6 +24,7 @@ from typing import Literal
 
 import attrs
 
+from trio_vllm.mock.config import NEWEST_RELEASE
 from trio_vllm.mock.connector import (
     COMPLETED_WAITING,
     IN_PROGRESS,
@@ -72,8 +73,8 @@ class SchedulerConfig:
     """Draft tokens of a request in a step, from a drafter such as n-gram."""
     max_loras: int | None = None
     """How many adapters may be used in one step; None without LoRA."""
-    release: tuple[int, int] = (0, 32)
-    """Of vLLM: in 0.33 a request that preempted itself does not end the turn of the others,
+    vllm_release: tuple[int, int] = NEWEST_RELEASE
+    """In 0.33 a request that preempted itself does not end the turn of the others,
     adapters count for all running requests, and blocks full of accepted drafts are cached at once."""
 
     @property
@@ -589,7 +590,7 @@ class Scheduler:
     @property
     def _goes_on_after_preemption(self) -> bool:
         """Whether others are still scheduled after a request had to preempt itself."""
-        return self._config.release >= (0, 33) and self._config.scheduling_policy == "priority"
+        return self._config.vllm_release >= (0, 33) and self._config.scheduling_policy == "priority"
 
     def _preempt(self, request: ScheduledRequest, now: float) -> None:
         """Take a request's blocks and put it back into the queue; it is out of the running ones."""
@@ -708,7 +709,9 @@ class Scheduler:
         """The adapters in use."""
         if self._config.max_loras is None:
             return set()
-        in_use = self._running if self._config.release >= (0, 33) else step.rows or step.scheduled
+        in_use = (
+            self._running if self._config.vllm_release >= (0, 33) else step.rows or step.scheduled
+        )
         return {one.table.lora_id for one in in_use if one.table.lora_id is not None}
 
     def _exceeds_loras(self, request: ScheduledRequest, loras: set[int]) -> bool:
@@ -810,7 +813,7 @@ class Scheduler:
             self._observe_drafts(step, num_drafts, got.num_accepted)
         request.num_tokens += got.num_delivered
         request.num_draft_tokens = self._config.num_speculative_tokens
-        if request.num_draft_tokens and self._config.release >= (0, 33):
+        if request.num_draft_tokens and self._config.vllm_release >= (0, 33):
             # The last token of a row is not computed yet, even if the row was cut.
             self._cache.cache_full_blocks(request.table, request.num_tokens - 1)
 

@@ -52,7 +52,7 @@ def _scheduler_config(config: MockEngineConfig) -> SchedulerConfig:
         scheduling_policy=config.scheduling_policy,
         max_loras=config.max_loras or None,
         num_speculative_tokens=config.num_speculative_tokens,
-        release=config.release,
+        vllm_release=config.vllm_release,
     )
 
 

@@ -25,9 +25,10 @@ import attrs
 import trio
 import zmq
 
+from trio_vllm.endpoint import parse_endpoint
 from trio_vllm.errors import AddressInUseError, ConfigurationError, PeerGoneError
 from trio_vllm.protocol import Buffer, Frames
-from trio_vllm.transport.address import SocketFile, check_listener, parse_endpoint, prepare_path
+from trio_vllm.transport.address import SocketFile, check_listener, prepare_path
 from trio_vllm.transport.channels import Received
 
 _log = logging.getLogger("trio_vllm.transport")
