@@ -49,14 +49,14 @@ def _with_no_limit(value: float) -> str:
     return "no limit" if value == math.inf else str(value)
 
 
-SPECIAL = {
-    "supported_tasks": Parameter(converter=_split, show_default=",".join),
-    "startup_timeout": Parameter(show_default=_with_no_limit),
-    "heartbeat_timeout": Parameter(show_default=_with_no_limit),
-    "reconnect": Parameter(negative="--no-reconnect"),
-    "schedule": Parameter(negative="--no-schedule", show_default=False),
-    "enable_chunked_prefill": Parameter(negative="--no-enable-chunked-prefill"),
-    "enable_prefix_caching": Parameter(negative="--no-enable-prefix-caching"),
+SPECIAL: dict[str, dict[str, Any]] = {
+    "supported_tasks": {"converter": _split, "show_default": ",".join},
+    "startup_timeout": {"show_default": _with_no_limit},
+    "heartbeat_timeout": {"show_default": _with_no_limit},
+    "reconnect": {"negative": "--no-reconnect"},
+    "schedule": {"negative": "--no-schedule", "show_default": False},
+    "enable_chunked_prefill": {"negative": "--no-enable-chunked-prefill"},
+    "enable_prefix_caching": {"negative": "--no-enable-prefix-caching"},
 }
 """What cannot be told from a field."""
 
@@ -64,36 +64,32 @@ HIDDEN = {"enable_sleep_mode"}
 """Fields that are not options of the command."""
 
 
-def _checked(field: attrs.Attribute[Any]) -> Parameter:
+def _check_of(field: attrs.Attribute[Any]) -> Callable[[Any, Any], None]:
     """Check a value by the field's own validator, which speaks of the field."""
-    if field.validator is None:
-        return Parameter()
 
     def check(_type: Any, value: Any) -> None:
         fault = field.validator.fault_in(value)  # type: ignore[union-attr]
         if fault is not None:
             raise ValueError(f"{fault[0].upper()}{fault[1:]}.")
 
-    return Parameter(validator=check)
+    return check
 
 
 def _option(field: attrs.Attribute[Any], hint: Any, doc: str) -> inspect.Parameter:
     if field.name == "supported_tasks":
         hint = str  # one text, separated by commas
-    title = field.metadata.get("section")
-    is_duration = getattr(field.validator, "is_of_duration", False)
-    parameters = (
-        Parameter(help=doc),
-        _checked(field),
-        Parameter(group=GROUPS[title]) if title else Parameter(),
-        Parameter(converter=_duration) if is_duration else Parameter(),
-        SPECIAL.get(field.name, Parameter()),
-    )
+    told: dict[str, Any] = {"help": doc}  # one object for all of it: each takes 0.1 ms
+    if field.validator is not None:
+        told["validator"] = _check_of(field)
+    if title := field.metadata.get("section"):
+        told["group"] = GROUPS[title]
+    if getattr(field.validator, "is_of_duration", False):
+        told["converter"] = _duration
     return inspect.Parameter(
         field.name,
         inspect.Parameter.KEYWORD_ONLY,
         default=field.default,
-        annotation=Annotated[hint, *parameters],
+        annotation=Annotated[hint, Parameter(**told, **SPECIAL.get(field.name, {}))],
     )
 
 
