@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+from array import array
 from collections.abc import Callable, Sequence
 
 import attrs
@@ -120,6 +121,19 @@ class BlockHasher:
     ) -> bytes:
         """The hash of a full block after the block with the hash ``parent``."""
         return self._hash((self._root if parent is None else parent, tuple(token_ids), extra_keys))
+
+
+class BlockKeys(BlockHasher):
+    """Hashes blocks for a cache that tells nobody the hashes, in less time."""
+
+    def hash_block(
+        self, parent: bytes | None, token_ids: Sequence[int], extra_keys: ExtraKeys | None
+    ) -> bytes:
+        """A key that is different for another block, or the same one after others."""
+        known = (parent or self._root) + array("I", token_ids).tobytes()
+        if extra_keys is not None:
+            known += repr(extra_keys).encode()
+        return hashlib.blake2b(known, digest_size=16).digest()
 
 
 def event_hash(block_hash: bytes) -> int:

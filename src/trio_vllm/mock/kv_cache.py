@@ -11,7 +11,7 @@ with one group of full-attention layers.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableSequence, Sequence
 
 import attrs
 
@@ -75,34 +75,35 @@ class CachedBlocks:
     """Full blocks by hash. Several blocks may hold the same; the one cached first is used."""
 
     def __init__(self) -> None:
-        self._blocks: dict[bytes, list[int]] = {}
-
-    def find(self, block_hash: bytes) -> int | None:
-        """A block with these contents."""
-        blocks = self._blocks.get(block_hash)
-        return blocks[0] if blocks else None
+        self._first: dict[bytes, int] = {}
+        self._others: dict[bytes, list[int]] = {}
+        self.find = self._first.get
+        """A block with these contents, or None."""
 
     def add(self, block_hash: bytes, block: int) -> None:
         """Make a block known."""
-        blocks = self._blocks.get(block_hash)
-        if blocks is None:
-            self._blocks[block_hash] = [block]
-        else:
-            blocks.append(block)
+        if self._first.setdefault(block_hash, block) != block:
+            self._others.setdefault(block_hash, []).append(block)
 
     def remove(self, block_hash: bytes, block: int) -> None:
         """Forget a block."""
-        blocks = self._blocks[block_hash]
-        blocks.remove(block)
-        if not blocks:
-            del self._blocks[block_hash]
+        others = self._others.get(block_hash)
+        if others is None:
+            del self._first[block_hash]
+            return
+        if self._first[block_hash] == block:
+            self._first[block_hash] = others.pop(0)
+        else:
+            others.remove(block)
+        if not others:
+            del self._others[block_hash]
 
 
 @attrs.define(eq=False)
 class BlockTable:
     """The blocks of one request, and the tokens in them."""
 
-    token_ids: Sequence[int]
+    token_ids: MutableSequence[int]
     """Prompt and output; must hold the tokens of a block by the time the block is full."""
     scope: CacheScope = PLAIN
     lora_id: int | None = None
@@ -215,13 +216,16 @@ class KvCache:
 
     def extend(self, table: BlockTable, num_tokens: int) -> None:
         """Give a table blocks for so many tokens in all; there must be enough."""
-        blocks = table.blocks
-        for _ in range(-(-num_tokens // self.block_size) - len(blocks)):
-            block = self._free.pop()
-            if self._hashes[block] is not None:
-                self._evict(block)
-            self._references[block] = 1
-            blocks.append(block)
+        for _ in range(-(-num_tokens // self.block_size) - len(table.blocks)):
+            self.add_block(table)
+
+    def add_block(self, table: BlockTable) -> None:
+        """Give a table another block; there must be one."""
+        block = self._free.pop()
+        if self._hashes[block] is not None:
+            self._evict(block)
+        self._references[block] = 1
+        table.blocks.append(block)
 
     def cache_full_blocks(self, table: BlockTable, num_tokens: int) -> None:
         """Make blocks known that are full once so many tokens are computed."""
@@ -279,12 +283,12 @@ class KvCache:
     def _compute_hashes(self, table: BlockTable, count: int) -> None:
         """Compute the hashes of the first full blocks of a request, each once."""
         hashes, size = table.hashes, self.block_size
-        for index in range(len(hashes), count):
-            start, end = index * size, (index + 1) * size
+        scope = None if table.scope is PLAIN else table.scope
+        for start in range(len(hashes) * size, count * size, size):
+            end = start + size
             parent = hashes[-1] if hashes else None
-            extra_keys = table.scope.extra_keys(start, end)
-            token_ids = table.token_ids[start:end]
-            hashes.append(self._hasher.hash_block(parent, token_ids, extra_keys))
+            extra_keys = None if scope is None else scope.extra_keys(start, end)
+            hashes.append(self._hasher.hash_block(parent, table.token_ids[start:end], extra_keys))
 
     def _evict(self, block: int) -> None:
         """Forget the contents of a cached block."""

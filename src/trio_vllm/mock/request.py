@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -328,7 +329,7 @@ def _scheduled(wire: EngineCoreRequest, prompt_len: int) -> ScheduledRequest:
         multimodal=_multimodal(wire),
     )
     table = BlockTable(
-        [0] * prompt_len if is_embeds else list(wire.prompt_token_ids or ()),
+        array("I", bytes(4 * prompt_len) if is_embeds else wire.prompt_token_ids or ()),
         PLAIN if scope == PLAIN else scope,
         lora_id=None if lora is None else lora.lora_int_id,
         session_id=wire.session_id,

@@ -18,6 +18,7 @@ inputs, KV connectors other than NIXL's, and drafters that have a KV cache.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal
@@ -32,7 +33,7 @@ from trio_vllm.mock.connector import (
     Connector,
     KvTransfer,
 )
-from trio_vllm.mock.decode_group import DecodeGroup
+from trio_vllm.mock.decode_group import DecodeGroup, by_seat
 from trio_vllm.mock.kv_cache import BlockTable, KvCache, count_query
 from trio_vllm.mock.request_queue import FcfsQueue, PriorityQueue
 from trio_vllm.mock.scheduled_request import RequestStatus, ScheduledRequest
@@ -520,9 +521,10 @@ class Scheduler:
         cache, block_size = self._cache, self._cache.block_size
         for request, num_computed_tokens in self._group.step():
             # A block begins with one token, and so it may also be full of it.
-            if num_computed_tokens % block_size == 1 % block_size:
-                cache.extend(request.table, num_computed_tokens)
-            if not num_computed_tokens % block_size:
+            tokens_in_block = num_computed_tokens % block_size
+            if tokens_in_block == 1 % block_size:
+                cache.add_block(request.table)
+            if not tokens_in_block:
                 cache.cache_full_blocks(request.table, num_computed_tokens)
         count = len(self._running)
         step.rows = self._running.copy()
@@ -838,7 +840,7 @@ class Scheduler:
 
     def _finish(self, finished: Collection[ScheduledRequest], step: Step) -> None:
         """End requests in the order of their rows."""
-        ending = sorted(finished, key=lambda request: request.seat)
+        ending = sorted(finished, key=by_seat)
         requests = [one for one in ending if one.status is RequestStatus.RUNNING]
         self._leave_queues(requests)
         for request in requests:
@@ -852,7 +854,7 @@ class Scheduler:
         for request in running:
             self._group.leave(request)
         if len(running) == 1:
-            self._running.remove(running[0])
+            del self._running[bisect_left(self._running, running[0].seat, key=by_seat)]
         elif running:
             leaving = set(running)
             self._running = [one for one in self._running if one not in leaving]
