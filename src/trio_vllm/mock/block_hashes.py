@@ -130,10 +130,11 @@ class BlockKeys(BlockHasher):
         self, parent: bytes | None, token_ids: Sequence[int], extra_keys: ExtraKeys | None
     ) -> bytes:
         """A key that is different for another block, or the same one after others."""
-        known = (parent or self._root) + array("I", token_ids).tobytes()
+        ids = token_ids if isinstance(token_ids, array) else array("I", token_ids)
+        known = (parent or self._root) + ids.tobytes()
         if extra_keys is not None:
             known += repr(extra_keys).encode()
-        return hashlib.blake2b(known, digest_size=16).digest()
+        return hash(known).to_bytes(8, "big", signed=True)
 
 
 def event_hash(block_hash: bytes) -> int:

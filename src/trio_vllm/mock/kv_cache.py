@@ -67,8 +67,7 @@ class FreeBlocks:
 
     def put_last(self, blocks: Iterable[int]) -> None:
         """Free cached blocks; the first of them is evicted first."""
-        for block in blocks:
-            self._cached[block] = None
+        self._cached.update(dict.fromkeys(blocks))
 
 
 class CachedBlocks:
@@ -233,7 +232,8 @@ class KvCache:
         known = table.num_cached
         if not self.enable_prefix_caching or full <= known:
             return
-        self._compute_hashes(table, full)
+        if len(table.hashes) < full:
+            self._compute_hashes(table, full)
         for index in range(known, full):
             block, block_hash = table.blocks[index], table.hashes[index]
             self._hashes[block] = block_hash
@@ -246,10 +246,11 @@ class KvCache:
         """Give back all blocks of a table, the last one first."""
         without_contents: list[int] = []
         cached: list[int] = []
+        references, hashes = self._references, self._hashes
         for block in reversed(table.blocks):
-            self._references[block] -= 1
-            if not self._references[block]:
-                (without_contents if self._hashes[block] is None else cached).append(block)
+            references[block] = left = references[block] - 1
+            if not left:
+                (without_contents if hashes[block] is None else cached).append(block)
         self._free.put_first(without_contents)
         self._free.put_last(cached)
         table.blocks.clear()
@@ -282,13 +283,13 @@ class KvCache:
 
     def _compute_hashes(self, table: BlockTable, count: int) -> None:
         """Compute the hashes of the first full blocks of a request, each once."""
-        hashes, size = table.hashes, self.block_size
-        scope = None if table.scope is PLAIN else table.scope
+        hashes, size, extra_keys = table.hashes, self.block_size, None
         for start in range(len(hashes) * size, count * size, size):
-            end = start + size
+            token_ids = table.token_ids[start : start + size]
+            if table.scope is not PLAIN:
+                extra_keys = table.scope.extra_keys(start, start + size)
             parent = hashes[-1] if hashes else None
-            extra_keys = None if scope is None else scope.extra_keys(start, end)
-            hashes.append(self._hasher.hash_block(parent, table.token_ids[start:end], extra_keys))
+            hashes.append(self._hasher.hash_block(parent, token_ids, extra_keys))
 
     def _evict(self, block: int) -> None:
         """Forget the contents of a cached block."""

@@ -35,6 +35,8 @@ class Layout:
 
     def __init__(self) -> None:
         self.buffer = bytearray()
+        self.quiet_steps = 0
+        """For so many steps no row ends, and none runs out of tokens drawn ahead."""
         self.set_columns(np.zeros((4, 0), np.intp))
 
     def set_columns(self, columns: Indices) -> None:
@@ -43,8 +45,6 @@ class Layout:
         self.slots, self.places, self.left, self.ends = columns
         self.cells: Indices | None = None
         """Where the bytes of each token are."""
-        self.quiet_steps = 0
-        """For so many steps no row ends, and none runs out of tokens drawn ahead."""
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -131,6 +131,7 @@ class TokenRows:
         np.cumsum([len(head) for head in heads], out=added[3])
         added[3] += len(layout.buffer)
         layout.buffer += b"".join(heads)
+        layout.quiet_steps = 0
         layout.set_columns(np.concatenate((layout.columns, added), axis=1))
 
     def take_out(self, layout: Layout, row: int) -> None:
@@ -163,30 +164,36 @@ class TokenRows:
         layout.quiet_steps -= 1
         if layout.quiet_steps:
             return []
-        last: list[int] = np.flatnonzero(layout.left == 0).tolist()
+        last: list[int] = (layout.left == 0).nonzero()[0].tolist()
         return last
 
     def _look_ahead(self, layout: Layout) -> None:
-        """Draw tokens for the rows that have none, and see how long no other will need any."""
-        ahead = (layout.slots + 1) * _WIDTH - layout.places
-        spent = np.flatnonzero(ahead == 0)
-        if spent.size:
-            self._draw(layout.slots[spent], layout.left[spent])
-            layout.places[spent] -= _WIDTH
-            ahead[spent] = _WIDTH
-        layout.quiet_steps = int(min(ahead.min(), layout.left.min()))
+        """Draw tokens if a row has none, and see how long no row will need any."""
+        slots, left = layout.slots, layout.left
+        ahead = (slots + 1) * _WIDTH - layout.places
+        nearest = ahead.min()
+        if not nearest:
+            # Those with few as well, so that it is seldom done.
+            (low,) = (ahead <= _WIDTH // 2).nonzero()
+            self._draw(slots[low], left[low], ahead[low])
+            layout.places[low] = slots[low] * _WIDTH
+            ahead[low] = _WIDTH
+            nearest = ahead.min()
+        layout.quiet_steps = int(min(nearest, left.min()))
 
-    def _draw(self, slots: Indices, left: Indices) -> None:
+    def _draw(self, slots: Indices, left: Indices, ahead: Indices) -> None:
         drawn = np.empty((len(slots), _WIDTH), self._cells.dtype)
-        self._source.fill(drawn, self._keys[slots], self._nexts[slots])
+        firsts = self._nexts[slots] - ahead.astype(np.uint64)
+        self._source.fill(drawn, self._keys[slots], firsts)
         if self._last_tokens:
             self._put_last_tokens(drawn, slots, left)
         self._ahead[slots] = drawn
-        self._nexts[slots] += np.uint64(_WIDTH)
-        for slot, tokens in zip(slots.tolist(), drawn.astype(np.uint32), strict=True):
+        self._nexts[slots] = firsts + np.uint64(_WIDTH)
+        tokens = drawn.astype(np.uint32)
+        for row, (slot, known) in enumerate(zip(slots.tolist(), ahead.tolist(), strict=True)):
             ids = self._ids[slot]
             if ids is not None:
-                ids.frombytes(tokens.tobytes())
+                ids.frombytes(tokens[row, known:].tobytes())
 
     def _put_last_tokens(self, drawn: npt.NDArray[Any], slots: Indices, left: Indices) -> None:
         for row in np.flatnonzero(left <= _WIDTH).tolist():
