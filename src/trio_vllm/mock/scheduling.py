@@ -432,8 +432,13 @@ class Scheduler:
                 self._preempt(self._running.pop(), now)
         return self._cache.reset_prefix_cache()
 
-    def schedule(self, now: float) -> Step:
-        """Begin a step: decide who computes what, allocate blocks, preempt and admit."""
+    def schedule(self, now: float, among: Collection[ScheduledRequest] | None = None) -> Step:
+        """Begin a step: decide who computes what, allocate blocks, preempt and admit.
+
+        Args:
+          now: The time.
+          among: The running requests that have something to compute, if the caller knows.
+        """
         step = self._new_step(now)
         if self._remote is not None:
             self._remote.advance(now)
@@ -441,7 +446,8 @@ class Scheduler:
             self._schedule_group(step)
         else:
             self._group.dissolve()
-            self._schedule_running(step)
+            running = self._running.copy() if among is None else sorted(among, key=by_seat)
+            self._schedule_running(running, step)
         if not step.preempted and self.paused != "all":
             self._schedule_waiting(step)
         self._advance(step)
@@ -532,38 +538,34 @@ class Scheduler:
         step.details.num_generation_requests = step.details.num_generation_tokens = count
         step.context_length = self._group.num_computed_tokens
 
-    def _schedule_running(self, step: Step) -> None:
-        """Schedule the running requests one by one."""
-        index = 0
-        while index < len(self._running) and step.budget > 0:
-            request = self._running[index]
+    def _schedule_running(self, requests: list[ScheduledRequest], step: Step) -> None:
+        """Schedule running requests one by one; some of them may be preempted for others."""
+        for request in requests:
+            if step.budget <= 0:
+                break
+            if request.status is not RequestStatus.RUNNING:
+                continue
             num_tokens = self._next_chunk(request, step)
-            if num_tokens:
-                index -= self._make_room(request, num_tokens, step)
-                if request.status is not RequestStatus.RUNNING:
-                    if self._goes_on_after_preemption:
-                        continue
-                    break
+            if not num_tokens:
+                continue
+            if self._make_room(request, num_tokens, step):
                 step.give(request, num_tokens)
                 step.goes_on_with_prefill |= request.is_prefill_chunk
                 self._spend_drafts(request, step)
-            index += 1
+            elif not self._goes_on_after_preemption:
+                break
 
-    def _make_room(self, request: ScheduledRequest, num_tokens: int, step: Step) -> int:
-        """Give a running request its blocks, for which others or itself may be preempted.
-
-        Returns:
-          How many requests before it do not run any more.
-        """
-        before = 0
-        while request.status is RequestStatus.RUNNING and not self._allocate(request, num_tokens):
+    def _make_room(self, request: ScheduledRequest, num_tokens: int, step: Step) -> bool:
+        """Give a running request its blocks, for which others may be preempted, or it: then not."""
+        while not self._allocate(request, num_tokens):
             victim = self._choose_victim()
-            before += victim.seat < request.seat
             self._running.remove(victim)
             step.take_back(victim)
             step.preempted.append(victim)
             self._preempt(victim, step.now)
-        return before
+            if victim is request:
+                return False
+        return True
 
     def _next_chunk(self, request: ScheduledRequest, step: Step) -> int:
         """How many tokens a running request is to compute."""
@@ -607,9 +609,11 @@ class Scheduler:
         """Give a running request the blocks for its next tokens, if there are enough."""
         cache, table = self._cache, request.table
         end = min(request.num_computed_tokens + num_tokens, self._config.max_model_len)
-        if cache.blocks_for(end) - len(table.blocks) > cache.free_count:
-            return False
-        cache.extend(table, end)
+        missing = cache.blocks_for(end) - len(table.blocks)
+        if missing > 0:
+            if missing > cache.free_count:
+                return False
+            cache.extend(table, end)
         cache.cache_full_blocks(table, min(end, request.num_tokens))
         return True
 

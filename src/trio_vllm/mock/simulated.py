@@ -6,8 +6,10 @@ much in a step is decided in ``scheduling.py``; here rows are made of that.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from heapq import heappop, heappush
 
 from trio_vllm.mock.block_hashes import DEFAULT_SEED, BlockHasher, BlockKeys
 from trio_vllm.mock.config import MockEngineConfig
@@ -425,6 +427,10 @@ class TimedRequests(SimulatedScheduler):
     ) -> None:
         super().__init__(config, source, fast_path=fast_path, connector=connector)
         self._dues: dict[ScheduledRequest, float] = {}  # of the rows that are withheld
+        self._order: list[tuple[float, int, ScheduledRequest]] = []
+        """A heap of these, and of some that are not any more."""
+        self._unscheduled: set[ScheduledRequest] = set()
+        """Those that run and have something to compute."""
         self._last: dict[ScheduledRequest, float] = {}  # when a request got its last token
         self._is_eager = False  # there may be something to schedule before a row is due
         self._looked_at = 0.0
@@ -455,8 +461,16 @@ class TimedRequests(SimulatedScheduler):
         if not self._dues:
             return self._scheduler.due(now)
         pause = max(GRANULARITY, GRANULARITY_PER_REQUEST * self._scheduler.num_running)
-        first = min(min(self._dues.values()), self._scheduler.next_timer)
+        first = min(self._first_due, self._scheduler.next_timer)
         return max(first, self._looked_at + pause)
+
+    @property
+    def _first_due(self) -> float:
+        """When the next row is due."""
+        order = self._order
+        while order and self._dues.get(order[0][2]) != order[0][0]:
+            heappop(order)
+        return order[0][0] if order else math.inf
 
     def step(self, now: float, builder_for: Callable[[int], MessageBuilder]) -> list[Request]:
         """Send the rows that are due, and schedule what can be; which requests have finished."""
@@ -464,29 +478,40 @@ class TimedRequests(SimulatedScheduler):
         if not self.has_work:
             self._is_eager = False
             return finished
-        due = [request for request, time in self._dues.items() if time <= now]
+        due = bool(self._dues) and self._first_due <= now
         if due:
-            finished = self._end(self._step_of(due, now), builder_for)
+            step = self._step_of_due(now)
+            self._unscheduled.update(step.rows)  # those that end leave it
+            finished = self._end(step, builder_for)
         self._is_eager, self._looked_at = False, now
         if self._scheduler.has_work:
-            self._schedule(now, keep_stats=bool(due))
+            self._schedule(now, keep_stats=due)
         return finished
 
-    def _step_of(self, due: list[ScheduledRequest], now: float) -> Step:
-        """A step with just these rows."""
-        for request in due:
-            self._last[request] = self._keep_pace(self._dues.pop(request), now)
+    def _step_of_due(self, now: float) -> Step:
+        """A step with just the rows that are due."""
+        due: list[ScheduledRequest] = []
+        while (time := self._first_due) <= now:
+            request = heappop(self._order)[2]
+            del self._dues[request]
+            self._last[request] = self._keep_pace(time, now)
+            due.append(request)
         step = Step(now, 0, 0.0)
         step.rows = step.individual_rows = sorted(due, key=lambda request: request.seat)
         return step
 
     def _schedule(self, now: float, *, keep_stats: bool) -> None:
-        step = self._scheduler.schedule(now)
+        step = self._scheduler.schedule(now, among=self._unscheduled)
+        self._unscheduled.difference_update(step.scheduled)
         for request in step.preempted:
             self._dues.pop(request, None)
+            self._unscheduled.discard(request)
         for request in step.rows:
-            self._dues[request] = self._due_time(request, now)
-        self._is_eager = any(request.is_prefill_chunk for request in step.scheduled)
+            self._dues[request] = due = self._due_time(request, now)
+            heappush(self._order, (due, request.seat, request))
+        chunks = [request for request in step.scheduled if request.is_prefill_chunk]
+        self._unscheduled.update(chunks)
+        self._is_eager = bool(chunks)
         if not keep_stats:
             self._stats = self._scheduler.make_stats(step)
 
@@ -507,11 +532,13 @@ class TimedRequests(SimulatedScheduler):
         super()._forget_one(member)
         self._dues.pop(member.scheduled, None)
         self._last.pop(member.scheduled, None)
+        self._unscheduled.discard(member.scheduled)
 
     def preempt_all(self, now: float) -> None:
         """Let all running requests wait again, and forget the prefix cache."""
         super().preempt_all(now)
         self._dues.clear()
+        self._unscheduled.clear()
 
 
 def simulated_scheduler(
