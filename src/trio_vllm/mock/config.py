@@ -461,6 +461,9 @@ class MockEngineConfig:
         default=30.0, validator=_finite_seconds, metadata=DISAGGREGATION
     )
     """Seconds that blocks are kept which nobody fetches."""
+    kv_connector_stats: bool = attrs.field(default=False, metadata=DISAGGREGATION)
+    """Tell frontends of transfers as the NIXL connector does (vllm:nixl_*). vLLM's Python frontend shows
+    them if it has --kv-transfer-config of its own; without it, it fails at them."""
     kv_side_channel_host: str = attrs.field(default="localhost", metadata=DISAGGREGATION)
     """Where other engines find this one, to tell it that they have fetched blocks."""
     kv_side_channel_port: int = attrs.field(

@@ -169,6 +169,15 @@ class Loan:
     end: float
 
 
+@attrs.frozen
+class Fetch:
+    """A transfer that is under way."""
+
+    num_tokens: int
+    begin: float
+    end: float
+
+
 @attrs.define
 class RemoteBlocks:
     """What a scheduler fetches from other engines, and keeps for them."""
@@ -176,8 +185,7 @@ class RemoteBlocks:
     connector: Connector
     _cache: KvCache
     loans: dict[str, Loan] = attrs.field(factory=dict, init=False)
-    _transfers: dict[ScheduledRequest, float] = attrs.field(factory=dict, init=False)
-    """When each that is under way will be over."""
+    _transfers: dict[ScheduledRequest, Fetch] = attrs.field(factory=dict, init=False)
     _stages: dict[ScheduledRequest, str] = attrs.field(factory=dict, init=False)
     _statistics: PrefixCacheStats = attrs.field(factory=PrefixCacheStats, init=False)
 
@@ -206,9 +214,9 @@ class RemoteBlocks:
             return 0
         return request.num_prompt_tokens - num_local
 
-    def fetch(self, request: ScheduledRequest, now: float) -> None:
+    def fetch(self, request: ScheduledRequest, num_tokens: int, now: float) -> None:
         """Begin a transfer."""
-        self._transfers[request] = now + request.transfer_time
+        self._transfers[request] = Fetch(num_tokens, now, now + request.transfer_time)
         self._stages[request] = IN_PROGRESS
         request.was_fetched = True
 
@@ -235,18 +243,20 @@ class RemoteBlocks:
 
     def advance(self, now: float) -> None:
         """End the transfers and the loans whose time is over."""
-        for request in [one for one, end in self._transfers.items() if end <= now]:
-            del self._transfers[request]
+        for request in [one for one, fetch in self._transfers.items() if fetch.end <= now]:
+            fetch = self._transfers.pop(request)
+            self.connector.note_transfer(fetch.num_tokens, fetch.end - fetch.begin)
             self._stages[request] = COMPLETED_WAITING
             self.connector.note_fetched(_transfer_of(request))
         for request_id in [one for one, loan in self.loans.items() if loan.end <= now]:
             self.release(request_id)
+            self.connector.note_expired()
 
     @property
     def next_timer(self) -> float:
         """When the first of them will be over."""
-        ends = [*self._transfers.values(), *(loan.end for loan in self.loans.values())]
-        return min(ends, default=math.inf)
+        timers: list[Fetch | Loan] = [*self._transfers.values(), *self.loans.values()]
+        return min((timer.end for timer in timers), default=math.inf)
 
     def record_query(self, request: ScheduledRequest, num_local: int, num_external: int) -> None:
         """Count that a request was scheduled: what it did not have here could have come from there."""
@@ -401,9 +411,13 @@ class Scheduler:
 
     def release(self, request_id: str) -> None:
         """Another engine has fetched the blocks of a request, or will not; an unknown id is ignored."""
-        if self._remote is not None and self._remote.release(request_id):
+        if self._remote is None:
+            return
+        if self._remote.release(request_id):
             self._farewell = True
             self.wake()
+        else:
+            self._remote.connector.note_late_notification()
 
     def release_all(self) -> None:
         """Keep blocks for nobody."""
@@ -501,6 +515,7 @@ class Scheduler:
             prefix_cache_stats=self._cache.take_statistics(),
             connector_prefix_cache_stats=None if remote is None else remote.take_statistics(),
             spec_decoding_stats=None if step is None else step.spec_decoding_stats,
+            kv_connector_stats=None if remote is None else remote.connector.take_stats(),
             iteration_details=step.details if step is not None and step.num_tokens else None,
         )
 
@@ -689,7 +704,7 @@ class Scheduler:
         cache.extend(table, end)
         request.num_computed_tokens = end
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-        self._remote.fetch(request, step.now)
+        self._remote.fetch(request, num_external, step.now)
         return True
 
     def _reserved_blocks(self) -> int:
