@@ -498,6 +498,8 @@ class MockEngineConfig:
                 raise ConfigurationError(fault)
         elif given := self._given(STEP_TIME) + self._given(REQUEST_TIME):
             raise ConfigurationError(f"{given[0]} takes a schedule, which is off")
+        elif self._wants_kv_events:
+            raise ConfigurationError("kv_events_config takes a schedule, which is off")
 
     @property
     def is_scheduled(self) -> bool:
@@ -509,10 +511,15 @@ class MockEngineConfig:
     @property
     def kv_events(self) -> KvEventsConfig | None:
         """Where KV-cache events are published, if they are."""
-        if self.kv_events_config is None or not self.is_scheduled:
+        if not self._wants_kv_events:
             return None
-        events = KvEventsConfig.from_json(self.kv_events_config)
-        return events if events.is_published else None
+        assert self.kv_events_config is not None
+        return KvEventsConfig.from_json(self.kv_events_config)
+
+    @property
+    def _wants_kv_events(self) -> bool:
+        given = self.kv_events_config
+        return given is not None and KvEventsConfig.from_json(given).is_published
 
     @property
     def is_timed_by_request(self) -> bool:
