@@ -30,6 +30,9 @@ def act(driver: Driver, action: tuple[Any, ...]) -> None:
     match action:
         case ("add", request_id, max_tokens, client_index):
             driver.add(request_id, max_tokens, client_index=client_index)
+        case ("many", count, max_tokens):
+            for number in range(count):
+                driver.add(f"{number} of {count}", max_tokens, client_index=number % 2)
         case ("stop", request_id, stop_token_ids):
             params = {"stop_token_ids": stop_token_ids}
             driver.add(request_id, 60, params=params)
@@ -89,6 +92,47 @@ def test_both_paths_send_the_same(
     fast, plain = drivers
     assert comparable(fast) == comparable(plain)
     assert fast.engine.summary == plain.engine.summary
+    assert not fast.engine.has_unfinished
+
+
+MANY = st.tuples(st.just("many"), st.integers(2, 40), st.integers(1, 60))
+
+
+@given(
+    actions=st.lists(st.one_of(ACTIONS, MANY), max_size=15),
+    seats_and_budget=st.sampled_from([(3, 7), (100, 101), (100, 2048)]),
+    num_gpu_blocks=st.sampled_from([30, 1000]),
+    times=st.sampled_from([{}, {"step_time": 2.5}, {"inter_token_latency": 2.5}]),
+)
+@settings(max_examples=40, deadline=None)
+def test_both_paths_of_a_schedule_send_the_same(
+    actions: list[tuple[Any, ...]],
+    seats_and_budget: tuple[int, int],
+    num_gpu_blocks: int,
+    times: dict[str, Any],
+) -> None:
+    """With preemptions, prompts in chunks, two clients, and many requests that end at once."""
+    drivers = [
+        drive(
+            client_count=2,
+            fast_path=fast_path,
+            max_num_seqs=seats_and_budget[0],
+            max_num_batched_tokens=seats_and_budget[1],
+            num_gpu_blocks=num_gpu_blocks,
+            max_model_len=400,
+            vocab_size=70_000,
+            **times,
+        )
+        for fast_path in (True, False)
+    ]
+    for driver in drivers:
+        for action in actions:
+            act(driver, action)
+        driver.post("resume_scheduler")
+        driver.run()
+
+    fast, plain = drivers
+    assert comparable(fast) == comparable(plain)
     assert not fast.engine.has_unfinished
 
 

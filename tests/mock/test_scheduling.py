@@ -58,7 +58,7 @@ class Engine:
     def end(self, step: Step, *finished: str) -> None:
         """Sample a token for each row."""
         for request in step.rows:
-            request.table.token_ids.append(next(self._tokens))  # type: ignore[attr-defined]
+            request.table.token_ids.append(next(self._tokens))
         extras = self.scheduler.update(step, [self.requests[name] for name in finished])
         self.extras = {request.request_id: extra for request, extra in extras.items()}
 
@@ -404,7 +404,7 @@ def test_drafts_are_computed_and_wrong_ones_taken_back() -> None:
     assert engine.step() == {"a": 5}
     step = engine.scheduler.schedule(0.0)
     assert (step.scheduled, step.drafts) == ({request: 4}, {request: 3})
-    request.table.token_ids += [7, 8]  # type: ignore[operator]
+    request.table.token_ids += [7, 8]
     engine.scheduler.update(step, sampled={request: Sampled(1, 2)})
     assert (request.num_tokens, request.num_computed_tokens) == (8, 7)
     stats = engine.scheduler.make_stats(step).spec_decoding_stats

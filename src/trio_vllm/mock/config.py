@@ -470,6 +470,9 @@ class MockEngineConfig:
         default=30.0, validator=_finite_seconds, metadata=DISAGGREGATION
     )
     """Seconds that blocks are kept which nobody fetches."""
+    kv_connector_stats: bool = attrs.field(default=False, metadata=DISAGGREGATION)
+    """Tell frontends of transfers as the NIXL connector does (vllm:nixl_*). vLLM's Python frontend shows
+    them if it has --kv-transfer-config of its own; without it, it fails at them."""
     kv_side_channel_host: str = attrs.field(default="localhost", metadata=DISAGGREGATION)
     """Where other engines find this one, to tell it that they have fetched blocks."""
     kv_side_channel_port: int = attrs.field(
@@ -504,6 +507,8 @@ class MockEngineConfig:
                 raise ConfigurationError(fault)
         elif given := self._given(STEP_TIME) + self._given(REQUEST_TIME):
             raise ConfigurationError(f"{given[0]} takes a schedule, which is off")
+        elif self._wants_kv_events:
+            raise ConfigurationError("kv_events_config takes a schedule, which is off")
 
     @property
     def is_scheduled(self) -> bool:
@@ -515,10 +520,15 @@ class MockEngineConfig:
     @property
     def kv_events(self) -> KvEventsOptions | None:
         """Where KV-cache events are published, if they are."""
-        if self.kv_events_config is None or not self.is_scheduled:
+        if not self._wants_kv_events:
             return None
-        events = KvEventsOptions.from_json(self.kv_events_config)
-        return events if events.is_published else None
+        assert self.kv_events_config is not None
+        return KvEventsOptions.from_json(self.kv_events_config)
+
+    @property
+    def _wants_kv_events(self) -> bool:
+        given = self.kv_events_config
+        return given is not None and KvEventsOptions.from_json(given).is_published
 
     @property
     def is_timed_by_request(self) -> bool:

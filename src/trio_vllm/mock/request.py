@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -35,6 +36,8 @@ class Extras:
     logprobs: int | None = None
     """Candidates per token besides the sampled one; -1 is the whole vocabulary."""
     logprob_token_ids: Sequence[int] | None = None
+    num_candidates: int | None = None
+    """From how many of the most probable tokens one is sampled, if not from all."""
     prompt_logprobs: int | None = None
     prompt_logprob_token_ids: Array | None = None
     prompt_token_ids: Sequence[int] = ()
@@ -321,7 +324,7 @@ def _scheduled(wire: EngineCoreRequest, prompt_len: int) -> ScheduledRequest:
         multimodal=_multimodal(wire),
     )
     table = BlockTable(
-        [0] * prompt_len if is_embeds else list(wire.prompt_token_ids or ()),
+        array("I", bytes(4 * prompt_len) if is_embeds else wire.prompt_token_ids or ()),
         PLAIN if scope == PLAIN else scope,
         lora_id=None if lora is None else lora.lora_int_id,
         session_id=wire.session_id,
@@ -358,6 +361,7 @@ def _extras(wire: EngineCoreRequest, emitted: int, vocab_size: int) -> Extras | 
     return Extras(
         logprobs=params.logprobs,
         logprob_token_ids=params.logprob_token_ids,
+        num_candidates=_num_candidates(params),
         prompt_logprobs=params.prompt_logprobs,
         prompt_logprob_token_ids=params.prompt_logprob_token_ids,
         prompt_token_ids=prompt,
@@ -365,6 +369,19 @@ def _extras(wire: EngineCoreRequest, emitted: int, vocab_size: int) -> Extras | 
         unmasked_from=emitted + params.min_tokens,
         trace_headers=wire.trace_headers or None,
     )
+
+
+GREEDY_BELOW = 1e-5
+"""Temperatures that upstream takes for 0."""
+
+
+def _num_candidates(params: EngineCoreSamplingParams) -> int | None:
+    """How many tokens sampling chooses among; what is replayed was not sampled."""
+    if params.trace_decode_token_ids:
+        return None
+    if params.temperature < GREEDY_BELOW:
+        return 1
+    return params.top_k if params.top_k > 0 else None
 
 
 def _masked(params: EngineCoreSamplingParams, vocab_size: int) -> frozenset[int]:
