@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -77,9 +76,3 @@ def _value(field: attrs.Attribute[Any], value: Any) -> Any:
     if str(field.type) == "bool" and not isinstance(value, bool):
         raise ConfigurationError(f"{field.name} must be true or false, got {value!r}")
     return tuple(value) if isinstance(value, list) else value
-
-
-def describe_profile(name: str) -> Mapping[str, str]:
-    """What the file of a profile says about its numbers."""
-    given = tomllib.loads((_FILES / f"{name}.toml").read_text(encoding="utf-8"))
-    return {key: given[key] for key in DESCRIPTIONS}
