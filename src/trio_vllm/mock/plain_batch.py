@@ -203,13 +203,11 @@ class PlainBatch:
             if not self._is_due(member):
                 continue
             if member.prefill is not None:
-                numbers += _advance(member.prefill, SLICE_NUMBERS - numbers)
+                numbers += advance(member.prefill, SLICE_NUMBERS - numbers)
                 if not member.request.is_prefilled:
                     continue
                 member.prefill = None
-            numbers += ROW_COST
-            if member.width:
-                numbers += LOGPROBS_COST + self._width * self._chunk_size
+            numbers += row_cost(member, self._width * self._chunk_size)
             before = member.emitted
             builder = builder_for(member.request.client_index)
             self._maker.sample(member, self._width)
@@ -237,10 +235,15 @@ class PlainBatch:
         request.emitted = self._members.pop(request.request_id).emitted
 
 
-def _advance(prefill: Iterator[int], limit: int) -> int:
-    """Go on with a prefill until it has made ``limit`` numbers or more; how many it has made."""
+def row_cost(member: PlainMember, width: int) -> int:
+    """What a row counts for in a slice, with so many log probabilities if it has any."""
+    return ROW_COST + (LOGPROBS_COST + width if member.width else 0)
+
+
+def advance(work: Iterator[int], limit: int) -> int:
+    """Go on with what is made in slices until that is ``limit`` numbers or more; how many it was."""
     numbers = 0
-    for made in prefill:
+    for made in work:
         numbers += made
         if numbers >= limit:
             break

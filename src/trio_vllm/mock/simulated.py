@@ -6,7 +6,7 @@ much in a step is decided in ``scheduling.py``; here rows are made of that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 
@@ -24,7 +24,7 @@ from trio_vllm.mock.encoding import (
 )
 from trio_vllm.mock.kv_cache import KvCache
 from trio_vllm.mock.kv_events import KvCacheEvent
-from trio_vllm.mock.plain_batch import PlainMember, RowMaker
+from trio_vllm.mock.plain_batch import SLICE_NUMBERS, PlainMember, RowMaker, advance, row_cost
 from trio_vllm.mock.request import Request
 from trio_vllm.mock.scheduled_request import RequestStatus, ScheduledRequest
 from trio_vllm.mock.scheduling import (
@@ -118,6 +118,8 @@ class SimulatedScheduler:
         self._times = StepTimes.of(config)
         self._in_hand: Step | None = None
         self._due = 0.0
+        self._sampling: Iterator[int] | None = None  # of the step in hand, if it has begun
+        self._sampled: dict[ScheduledRequest, Sampled] = {}
         self._lost = 0.0
         self._resets_at_end = False  # what resets the cache waits for the end of the step
         self._rows = TokenRows(config.vocab_size, source)
@@ -267,17 +269,16 @@ class SimulatedScheduler:
         finished: list[Request] = []
         step, begin = self._in_hand, now
         if step is not None:
-            if now < self._due or self._is_stalled:
+            if now < self._due or self._is_stalled or not self._is_sampled(step):
                 return finished
             begin = self._keep_pace(self._due, now)
-            self._in_hand = None
             finished = self._end(step, builder_for)
         if self.has_work:
             following = self._scheduler.schedule(now)
             duration = self._times.duration(following)
-            if duration or step is not None:  # a message has the rows of one step
-                self._in_hand, self._due = following, begin + duration
-            else:
+            self._in_hand, self._due = following, begin + duration
+            # A message has the rows of one step.
+            if step is None and not duration and self._is_sampled(following):
                 finished = self._end(following, builder_for)
         return finished
 
@@ -292,15 +293,28 @@ class SimulatedScheduler:
         lost, self._lost = self._lost, 0.0
         return lost
 
-    def _end(self, step: Step, builder_for: Callable[[int], MessageBuilder]) -> list[Request]:
-        """Make the rows of a step, and let the scheduler know."""
+    def _is_sampled(self, step: Step) -> bool:
+        """Go on with what the rows of the step in hand get, for a slice; whether that is all of it."""
+        if self._sampling is None:
+            self._find_rows(step)
+            if not self._plain:
+                return True
+            self._sampling = self._sample_plain(step, self._plain)
+        return advance(self._sampling, SLICE_NUMBERS) < SLICE_NUMBERS
+
+    def _find_rows(self, step: Step) -> list[ScheduledRequest]:
+        """Whose rows a step has; some may have been aborted since it began."""
         running = RequestStatus.RUNNING
-        # Some may have been aborted since.
         rows = [request for request in step.rows if request.status is running]
         if rows != self._laid_out:
             self._lay_out(rows)
+        return rows
+
+    def _end(self, step: Step, builder_for: Callable[[int], MessageBuilder]) -> list[Request]:
+        """Make the rows of the step in hand, and let the scheduler know."""
+        rows = self._find_rows(step) if self._laid_out is None else self._laid_out
         lasts = [self._rows.advance(share.layout) for share in self._shares]
-        sampled = self._sample_plain(step)
+        sampled, self._sampled, self._sampling, self._in_hand = self._sampled, {}, None, None
         finished = [
             share.members[place]
             for share, last in zip(self._shares, lasts, strict=True)
@@ -311,7 +325,8 @@ class SimulatedScheduler:
         for share, last in zip(self._shares, lasts, strict=True):
             self._write(share, last, extras, builder_for(share.client_index))
         self._write_plain(extras, builder_for)
-        self.tokens_made += len(rows) + sum(got.num_delivered - 1 for got in sampled.values())
+        more = sum(sampled[one].num_delivered - 1 for one in rows if one in sampled)
+        self.tokens_made += len(rows) + more
         if events := self._cache.take_events():
             self._kv_events.append(events)
         self._stats = self._scheduler.make_stats(step)
@@ -366,23 +381,23 @@ class SimulatedScheduler:
         if done < len(share.members):
             builder.add(data[edges[done] :], len(share.members) - done)
 
-    def _sample_plain(self, step: Step) -> dict[ScheduledRequest, Sampled]:
-        """Give tokens to the rows that are objects; which of them got not just one."""
-        width = max((member.plain.width for member in self._plain if member.plain), default=0)
-        sampled: dict[ScheduledRequest, Sampled] = {}
-        for member in self._plain:
-            plain = member.plain
+    def _sample_plain(self, step: Step, members: Sequence[_Member]) -> Iterator[int]:
+        """Give tokens to the rows that are objects; yields how many numbers each slice has made."""
+        width = max((member.plain.width for member in members if member.plain), default=0)
+        for member in members:
+            plain, scheduled = member.plain, member.scheduled
             assert plain is not None
             if plain.prefill is not None:
-                for _ in plain.prefill:
-                    pass
+                yield from plain.prefill
                 plain.prefill = None
-            got = self._verify(member.request, plain.emitted, step.drafts.get(member.scheduled))
+            if scheduled.status is not RequestStatus.RUNNING:  # aborted in between
+                continue
+            got = self._verify(member.request, plain.emitted, step.drafts.get(scheduled))
             self._maker.sample(plain, width, got.num_delivered)
-            member.scheduled.table.token_ids += plain.output.new_token_ids  # type: ignore[operator]
+            scheduled.table.token_ids += plain.output.new_token_ids  # type: ignore[operator]
             if got is not ONE_TOKEN:
-                sampled[member.scheduled] = got
-        return sampled
+                self._sampled[scheduled] = got
+            yield row_cost(plain, width * got.num_delivered)
 
     def _verify(self, request: Request, emitted: int, num_drafts: int | None) -> Sampled:
         """What a request gets that has draft tokens: those accepted and one more."""
@@ -461,7 +476,8 @@ class TimedRequests(SimulatedScheduler):
     @property
     def has_work(self) -> bool:
         """Whether a row is withheld, or something can be scheduled."""
-        return (bool(self._dues) or self._scheduler.has_work) and not self._is_stalled
+        has_rows = bool(self._dues) or self._in_hand is not None
+        return (has_rows or self._scheduler.has_work) and not self._is_stalled
 
     def begin(self, now: float) -> None:
         """A message came: perhaps a request that can be admitted."""
@@ -479,7 +495,7 @@ class TimedRequests(SimulatedScheduler):
 
     def due(self, now: float) -> float:
         """When the next row is due, or a transfer of blocks is over."""
-        if self._is_eager:
+        if self._is_eager or self._in_hand is not None:
             return now
         if not self._dues:
             return self._scheduler.due(now)
@@ -493,16 +509,21 @@ class TimedRequests(SimulatedScheduler):
         if not self.has_work:
             self._is_eager = False
             return finished
-        due = [request for request, time in self._dues.items() if time <= now]
-        if due:
-            finished = self._end(self._step_of(due, now), builder_for)
+        step = self._in_hand = self._in_hand or self._step_of_due(now)
+        if step is not None:
+            if not self._is_sampled(step):
+                return finished
+            finished = self._end(step, builder_for)
         self._is_eager, self._looked_at = False, now
         if self._scheduler.has_work:
-            self._schedule(now, keep_stats=bool(due))
+            self._schedule(now, keep_stats=step is not None)
         return finished
 
-    def _step_of(self, due: list[ScheduledRequest], now: float) -> Step:
-        """A step with just these rows."""
+    def _step_of_due(self, now: float) -> Step | None:
+        """A step with just the rows that are due, if any are."""
+        due = [request for request, time in self._dues.items() if time <= now]
+        if not due:
+            return None
         for request in due:
             self._last[request] = self._keep_pace(self._dues.pop(request), now)
         step = Step(now, 0, 0.0)
