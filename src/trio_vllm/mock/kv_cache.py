@@ -11,7 +11,7 @@ with one group of full-attention layers.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 
 import attrs
 
@@ -29,6 +29,9 @@ from trio_vllm.mock.kv_events import (
     KvCacheEvent,
 )
 from trio_vllm.protocol import PrefixCacheStats
+
+BLOCKS_AT_ONCE = 64
+"""Blocks that are hashed without a turn for others: some 0.3 ms."""
 
 
 class FreeBlocks:
@@ -75,27 +78,28 @@ class CachedBlocks:
     """Full blocks by hash. Several blocks may hold the same; the one cached first is used."""
 
     def __init__(self) -> None:
-        self._blocks: dict[bytes, list[int]] = {}
-
-    def find(self, block_hash: bytes) -> int | None:
+        self._first: dict[bytes, int] = {}
+        self._others: dict[bytes, list[int]] = {}  # apart, since there are few
+        self.find: Callable[[bytes], int | None] = self._first.get
         """A block with these contents."""
-        blocks = self._blocks.get(block_hash)
-        return blocks[0] if blocks else None
 
     def add(self, block_hash: bytes, block: int) -> None:
         """Make a block known."""
-        blocks = self._blocks.get(block_hash)
-        if blocks is None:
-            self._blocks[block_hash] = [block]
-        else:
-            blocks.append(block)
+        if self._first.setdefault(block_hash, block) != block:
+            self._others.setdefault(block_hash, []).append(block)
 
     def remove(self, block_hash: bytes, block: int) -> None:
         """Forget a block."""
-        blocks = self._blocks[block_hash]
-        blocks.remove(block)
-        if not blocks:
-            del self._blocks[block_hash]
+        others = self._others.get(block_hash)
+        if others is None:
+            del self._first[block_hash]
+            return
+        if self._first[block_hash] == block:
+            self._first[block_hash] = others.pop(0)
+        else:
+            others.remove(block)
+        if not others:
+            del self._others[block_hash]
 
 
 @attrs.define(eq=False)
@@ -190,10 +194,11 @@ class KvCache:
             return []
         count = (num_tokens - 1) // self.block_size
         found: list[int] = []
+        hashes, find = table.hashes, self._cached.find
         for index in range(count):
-            if index == len(table.hashes):  # not before: a long prompt takes long to hash
+            if index == len(hashes):  # not before: a long prompt takes long to hash
                 self._compute_hashes(table, index + 1)
-            block = self._cached.find(table.hashes[index])
+            block = find(hashes[index])
             if block is None:
                 break
             found.append(block)
@@ -206,21 +211,27 @@ class KvCache:
 
     def adopt(self, table: BlockTable, blocks: Sequence[int]) -> None:
         """Begin a table with cached blocks."""
+        references, take = self._references, self._free.remove
         for block in blocks:
-            if not self._references[block]:
-                self._free.remove(block)
-            self._references[block] += 1
+            if not references[block]:
+                take(block)
+            references[block] += 1
         table.blocks.extend(blocks)
         table.num_cached = len(blocks)
 
     def extend(self, table: BlockTable, num_tokens: int) -> None:
         """Give a table blocks for so many tokens in all; there must be enough."""
-        blocks = table.blocks
+        blocks, references, hashes, pop = (
+            table.blocks,
+            self._references,
+            self._hashes,
+            self._free.pop,
+        )
         for _ in range(-(-num_tokens // self.block_size) - len(blocks)):
-            block = self._free.pop()
-            if self._hashes[block] is not None:
+            block = pop()
+            if hashes[block] is not None:
                 self._evict(block)
-            self._references[block] = 1
+            references[block] = 1
             blocks.append(block)
 
     def cache_full_blocks(self, table: BlockTable, num_tokens: int) -> None:
@@ -230,10 +241,12 @@ class KvCache:
         if not self.enable_prefix_caching or full <= known:
             return
         self._compute_hashes(table, full)
-        for index in range(known, full):
-            block, block_hash = table.blocks[index], table.hashes[index]
-            self._hashes[block] = block_hash
-            self._cached.add(block_hash, block)
+        hashes, add = self._hashes, self._cached.add
+        for block, block_hash in zip(
+            table.blocks[known:full], table.hashes[known:full], strict=True
+        ):
+            hashes[block] = block_hash
+            add(block_hash, block)
         table.num_cached = full
         if self._enable_events:
             self._events.append(self._stored_event(table, known, full))
@@ -242,10 +255,11 @@ class KvCache:
         """Give back all blocks of a table, the last one first."""
         without_contents: list[int] = []
         cached: list[int] = []
+        references, hashes = self._references, self._hashes
         for block in reversed(table.blocks):
-            self._references[block] -= 1
-            if not self._references[block]:
-                (without_contents if self._hashes[block] is None else cached).append(block)
+            references[block] -= 1
+            if not references[block]:
+                (without_contents if hashes[block] is None else cached).append(block)
         self._free.put_first(without_contents)
         self._free.put_last(cached)
         table.blocks.clear()
@@ -275,6 +289,18 @@ class KvCache:
         """The events since this was last called."""
         events, self._events = self._events, []
         return events
+
+    def hash_blocks(
+        self, token_ids: Sequence[int], scope: CacheScope
+    ) -> Generator[None, None, list[bytes]]:
+        """Compute the hashes of all full blocks of a prompt; yields whenever others should have a turn."""
+        table = BlockTable(token_ids, scope)
+        full = len(token_ids) // self.block_size if self.enable_prefix_caching else 0
+        for count in range(BLOCKS_AT_ONCE, full, BLOCKS_AT_ONCE):
+            self._compute_hashes(table, count)
+            yield
+        self._compute_hashes(table, full)
+        return table.hashes
 
     def _compute_hashes(self, table: BlockTable, count: int) -> None:
         """Compute the hashes of the first full blocks of a request, each once."""

@@ -130,6 +130,8 @@ class RowMaker:
             for rows in _slices(*made.token_ids.shape):
                 self._logprobs.fill_prompt(made, key, prompt, rows)
                 yield (rows.stop - rows.start) * made.token_ids.shape[1]
+            # What is read-only is lent to ØMQ, not copied.
+            made.token_ids.flags.writeable = made.logprobs.flags.writeable = False
             output.new_prompt_logprobs_tensors = made
         if extras.prompt_logprob_token_ids is not None:
             token_ids = extras.prompt_logprob_token_ids
@@ -137,12 +139,14 @@ class RowMaker:
             for rows in _slices(*token_ids.shape):
                 self._logprobs.fill_prompt_token_ids(values, key, prompt, token_ids, rows)
                 yield (rows.stop - rows.start) * token_ids.shape[1]
+            values.flags.writeable = False
             output.prompt_token_id_logprobs = values
         if extras.pooling is not None:
             vectors = self._pooler.empty(extras.pooling, count)
             for rows in _slices(*vectors.shape):
                 self._pooler.fill(vectors, key, extras.pooling, rows)
                 yield (rows.stop - rows.start) * vectors.shape[1]
+            vectors.flags.writeable = False
             output.pooling_output = Tensor.from_numpy(
                 self._pooled(request, extras.pooling, vectors)
             )

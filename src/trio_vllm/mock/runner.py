@@ -181,7 +181,8 @@ class EngineRunner:
         except DecodeError as error:
             messages = self.engine.refuse_undecodable(frames, error, self._clock())
         else:
-            messages = self.engine.take(message, self._clock())
+            hashes = yield from self.engine.hash_prompt(message)
+            messages = self.engine.take(message, self._clock(), hashes)
         if messages:
             self.post(messages)
         if self.engine.death is not None:

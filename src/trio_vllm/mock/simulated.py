@@ -6,7 +6,7 @@ much in a step is decided in ``scheduling.py``; here rows are made of that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 import attrs
 
@@ -25,7 +25,7 @@ from trio_vllm.mock.encoding import (
 from trio_vllm.mock.kv_cache import KvCache
 from trio_vllm.mock.kv_events import KvCacheEvent
 from trio_vllm.mock.plain_batch import SLICE_NUMBERS, PlainMember, RowMaker, advance, row_cost
-from trio_vllm.mock.request import Request
+from trio_vllm.mock.request import Request, cache_scope
 from trio_vllm.mock.scheduled_request import RequestStatus, ScheduledRequest
 from trio_vllm.mock.scheduling import (
     ONE_TOKEN,
@@ -39,7 +39,7 @@ from trio_vllm.mock.spread import Acceptance
 from trio_vllm.mock.times import RequestTimes, StepTimes
 from trio_vllm.mock.token_rows import Layout, TokenRows
 from trio_vllm.mock.unlimited import MAX_LAG, Counts, Paused
-from trio_vllm.protocol import EventType, PrefillStats, SchedulerStats
+from trio_vllm.protocol import EngineCoreRequest, EventType, PrefillStats, SchedulerStats
 
 
 def _scheduler_config(config: MockEngineConfig) -> SchedulerConfig:
@@ -183,6 +183,13 @@ class SimulatedScheduler:
     def unfinished(self) -> list[Request]:
         """All of them, in the order in which they came."""
         return [member.request for member in self._members.values()]
+
+    def hash_prompt(self, wire: EngineCoreRequest) -> Generator[None, None, list[bytes]]:
+        """Compute the block hashes of a prompt; yields whenever others should have a turn."""
+        prompt = wire.prompt_token_ids or ()
+        if len(prompt) >= self._config.max_model_len:  # is refused
+            return []
+        return (yield from self._cache.hash_blocks(prompt, cache_scope(wire)))
 
     def add(self, request: Request, now: float) -> None:
         """Let a request wait for its turn."""

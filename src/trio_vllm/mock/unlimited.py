@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Literal
 
 import attrs
@@ -22,7 +22,7 @@ from trio_vllm.mock.fast_batch import FastBatch
 from trio_vllm.mock.kv_events import KvCacheEvent
 from trio_vllm.mock.plain_batch import PlainBatch
 from trio_vllm.mock.request import Request
-from trio_vllm.protocol import EventType, PrefixCacheStats, SchedulerStats
+from trio_vllm.protocol import EngineCoreRequest, EventType, PrefixCacheStats, SchedulerStats
 
 Counts = tuple[int, int]
 """Requests running and waiting."""
@@ -137,6 +137,11 @@ class UnlimitedScheduler:
     def unfinished(self) -> list[Request]:
         """All of them, in the order in which they came."""
         return list(self._unfinished.values())
+
+    def hash_prompt(self, _: EngineCoreRequest) -> Generator[None, None, list[bytes]]:
+        """Nothing is cached."""
+        yield from ()
+        return []
 
     def add(self, request: Request, now: float) -> None:
         """Let a request wait for its first step."""
