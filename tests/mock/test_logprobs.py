@@ -192,7 +192,7 @@ def test_what_is_told_of_a_prompt_is_lent_to_the_connection() -> None:
     driver.handle(
         pack_add(raw_request("a", 1, params=params, prompt_token_ids=prompt), b"", ids.tobytes())
     )
-    pooling = {"task": "token_embed"}
+    pooling = [None, None, None, None, "token_embed"]
     driver.handle(
         pack_add(
             raw_request("b", sampling_params=None, pooling_params=pooling, prompt_token_ids=prompt)
