@@ -527,6 +527,30 @@ async def test_engine_that_leaves_is_told_soon(
     }
 
 
+async def test_engine_that_is_lost_is_told_soon_though_its_ready_comes_later(
+    context: ZmqContext, address: str
+) -> None:
+    """It was under way, and is no new start. Nor is a second HELLO in bytes that cannot be read."""
+    engine = RawEngine(context, address)
+
+    async def start() -> None:
+        engine.register(await engine.say_hello())
+        await trio.sleep(0.2)
+        engine.input.close()
+        await trio.sleep(0.3)
+        engine.say(b"no report")
+        engine.say(READY)
+        await trio.sleep_forever()
+
+    begin = trio.current_time()
+    error = await fail(
+        HandshakeOwner(handshake_address=address, engine_count=2, restart_grace=1.0), start
+    )
+
+    assert trio.current_time() - begin < LIMIT / 3
+    assert (error.missing_engines, error.seconds) == ([0], 1.0)
+
+
 async def test_engine_that_registers_with_garbage_is_told_soon(
     context: ZmqContext, address: str
 ) -> None:
