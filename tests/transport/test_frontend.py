@@ -30,7 +30,12 @@ from tests.transport.test_endpoints import has_ipv6
 from trio.testing import MockClock
 
 from trio_vllm.errors import AddressInUseError, ConfigurationError, PeerGoneError, StartupError
-from trio_vllm.protocol import EngineAddresses, EngineId, encode_ready_response
+from trio_vllm.protocol import (
+    ENGINE_CORE_DEAD,
+    EngineAddresses,
+    EngineId,
+    encode_ready_response,
+)
 from trio_vllm.transport import (
     Bootstrapped,
     Disconnect,
@@ -494,7 +499,7 @@ async def test_engine_that_dies_when_it_is_complete(
 # Time -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reached", ["HELLO", "INIT", "registration", "complete"])
+@pytest.mark.parametrize("reached", ["HELLO", "INIT", "registration", "farewell", "complete"])
 async def test_engine_that_leaves_is_told_soon(
     context: ZmqContext, address: str, reached: str
 ) -> None:
@@ -509,6 +514,8 @@ async def test_engine_that_leaves_is_told_soon(
             addresses = await engine.say_hello()
             if reached != "INIT":
                 engine.register(addresses)
+            if reached == "farewell":
+                engine.output.send_nowait([ENGINE_CORE_DEAD])
             if reached == "complete":
                 engine.say_ready()
             await trio.sleep(0.1)
