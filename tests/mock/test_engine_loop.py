@@ -217,6 +217,25 @@ async def test_a_long_prompt_is_hashed_before_it_is_taken() -> None:
     assert turns > 60
 
 
+async def test_many_aborts_at_once_are_handled_in_slices() -> None:
+    """Others have their turns meanwhile."""
+    async with engine_behind(limits=NO_SLICE) as frontend:
+        ids = [f"r{number}" for number in range(3000)]
+        for request_id in ids:
+            frontend.add(request_id, 1_000_000)
+        summary = frontend.runner.engine.summary
+        while summary.requests < len(ids):
+            await trio.lowlevel.checkpoint()
+        frontend.inputs[0].send_nowait([bytes(frame) for frame in encode_abort(ids)])
+        seen = set[int]()
+        while summary.aborted < len(ids):
+            await trio.lowlevel.checkpoint()
+            seen.add(summary.aborted)
+
+    assert len(seen) > 8
+    assert not frontend.runner.engine.has_unfinished
+
+
 async def test_two_engines_take_turns() -> None:
     """The one with much to do does not hold up the other."""
     async with engine_behind() as busy, engine_behind() as other:

@@ -369,7 +369,8 @@ class SimulatedScheduler:
         """Put the rows of one client into its message: those with more than tokens one by one."""
         places, edges = share.places, share.layout.edges
         data = share.layout.buffer.tobytes()
-        special = sorted({*last, *(places[one] for one in extras if one in places)})
+        lasts = set(last)
+        special = sorted(lasts | {places[one] for one in extras if one in places})
         done = 0
         for place in special:
             member = share.members[place]
@@ -378,7 +379,7 @@ class SimulatedScheduler:
                 builder.add(data[edges[done] : start], place - done)
             events, prefill = _told(extras.get(member.scheduled))
             stats = None if prefill is None else pack_prefill_stats(prefill)
-            is_last = place in last
+            is_last = place in lasts
             builder.add(
                 row_with(data[start + 1 : end], member.request, events, stats, final=is_last)
             )
