@@ -156,6 +156,7 @@ def build(session: nox.Session) -> None:
     session.install(str(wheel))
     for command in PROJECT["scripts"]:
         session.run(command, "--help", silent=True)
+    session.run("llm-smoke", "generate", "--mock")  # as the README begins
 
 
 def python_files(folder: str) -> list[str]:
