@@ -107,7 +107,7 @@ def minimums(session: nox.Session) -> None:
 @nox.session(default=False)
 def smoke(session: nox.Session) -> None:
     """Run the smoke checks; with ``-- --peers`` also those against real vLLM processes."""
-    session.install(".[metrics]", *group("smoke"))
+    session.install(".[metrics,structured]", *group("smoke"))
     session.run("python", "smoke/run.py", *session.posargs)
 
 

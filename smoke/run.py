@@ -32,7 +32,7 @@ from provision import (
     provision,
 )
 
-OUR_CHECKS = ("examples", "fleet", "flood", "llm", "llm_smoke")
+OUR_CHECKS = ("docs", "examples", "fleet", "flood", "llm", "llm_smoke")
 
 REFERENCE = (REFERENCE_VERSION,)
 WINDOW = (REFERENCE_VERSION, BUILT_VERSION)
