@@ -912,4 +912,4 @@ async def test_connections_are_kept_alive(context: ZmqContext, address: str) -> 
                     )
                 ]
 
-    assert options == [10, 5, 4, 30_000]
+    assert options == [10, 5, 3, 24_000]

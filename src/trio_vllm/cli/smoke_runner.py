@@ -173,6 +173,7 @@ class _Run:
             client_index = self.options.client_index
             with self._sign_of_life(mode.handshake_address):
                 llm = await stack.enter_async_context(open_llm(mode, client_index=client_index))
+            engines.are_ready.set()
             try:
                 yield llm, mode.handshake_address
             finally:
@@ -286,6 +287,7 @@ class RequiredEngines:
         self._scope = trio.CancelScope()
         self._reason = ""
         self._is_over = False
+        self.are_ready = trio.Event()
 
     @contextmanager
     def needed_by_block(self) -> Iterator[None]:
@@ -302,7 +304,8 @@ class RequiredEngines:
             self._scope.cancel(reason=reason)
 
     async def watch(self, spawned: SpawnedEngine) -> None:
-        """Task: note the end of a command."""
+        """Task: note the end of a command after its engines were ready; before, it is the start that fails."""
+        await self.are_ready.wait()
         self.ended(await spawned.wait_ended())
 
     def needed_no_more(self) -> None:
