@@ -20,7 +20,7 @@ from provision import Peers, find_guidellm
 
 PROMPT_TOKENS = 20
 
-PERCENTILE = 10
+PERCENTILE = 5
 """Of the times to the first token. What waits for a processor comes later, never earlier, and on a busy
 machine that is most of them; what an engine was asked for all have in common."""
 
@@ -31,7 +31,7 @@ class LoadToolError(Exception):
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked of a server: random prompts, by rate or, without one, each after the other."""
+    """What is asked of a server: random prompts, evenly by rate or, without one, each after the other."""
 
     count: int
     output_tokens: int
@@ -66,6 +66,11 @@ class Measured:
     median_ttft: float
     tpot: float
     """Between two tokens of a request: the median."""
+
+    @property
+    def jitter(self) -> float:
+        """How much later half of the first tokens come: what the machine adds, if the engine has no part in it."""
+        return self.median_ttft - self.ttft
 
 
 class LoadTool(ABC):
@@ -150,7 +155,9 @@ class VllmBench(LoadTool):
     def arguments(self, run: Run, folder: Path) -> list[str]:
         """Lengths are exact: end-of-text is ignored."""
         load = run.load
-        pace = ["--max-concurrency=1"] if load.rate is None else [f"--request-rate={load.rate:g}"]
+        pace = ["--max-concurrency=1"]
+        if load.rate is not None:
+            pace = [f"--request-rate={load.rate:g}", "--burstiness=1000"]
         return [
             *("vllm", "bench", "serve", "--backend=openai", "--model=tiny", "--ignore-eos"),
             *("--dataset-name=random", f"--random-input-len={PROMPT_TOKENS}", *pace),
@@ -206,7 +213,7 @@ class GuideLlm(LoadTool):
             "extras": {"headers": {"X-data-parallel-rank": str(run.rank)}},
         }
         text = {"prompt_tokens": PROMPT_TOKENS, "output_tokens": load.output_tokens}
-        pace = {"kind": "poisson", "rate": load.rate} if load.rate else {"kind": "synchronous"}
+        pace = {"kind": "constant", "rate": load.rate} if load.rate else {"kind": "synchronous"}
         return {
             "backend": backend,
             "profile": pace,

@@ -28,10 +28,14 @@ from provision import Peers
 
 TOLERANCE = 0.03
 
+TTFT = 200.0
+"""Milliseconds to the first token. Of much less, the tolerance would be what a busy machine needs to wake a
+process."""
+
 TPOT = 20.0
 """Milliseconds between two tokens, of all engines."""
 
-STEP, REQUEST, PREFILL_TOKEN = 15.0, 5.0, 2.0
+STEP, REQUEST, PREFILL_TOKEN = 15.0, 5.0, 8.0
 """Milliseconds of a step, and more of it for each request that decodes and token of a prompt."""
 
 BUDGET = 8
@@ -39,7 +43,7 @@ BUDGET = 8
 
 TOOL_TIMEOUT = 240.0
 
-OPEN = Load(count=48, output_tokens=30, rate=10)
+OPEN = Load(count=36, output_tokens=30, rate=6)
 CLOSED = Load(count=15, output_tokens=12)
 
 
@@ -57,9 +61,9 @@ ENGINES = (
     Engine("no time", ("--inter-token-latency", f"{TPOT}ms"), OPEN, 0.0),
     Engine(
         "times of a request",
-        ("--time-to-first-token", "100ms", "--inter-token-latency", f"{TPOT}ms"),
+        ("--time-to-first-token", f"{TTFT}ms", "--inter-token-latency", f"{TPOT}ms"),
         OPEN,
-        100.0,
+        TTFT,
     ),
     Engine(
         "times of a step",
@@ -129,7 +133,10 @@ def engines(handshake: int) -> list[AbstractContextManager[Process]]:
 
 
 def check_tool(tool: LoadTool, servers: list[Server]) -> None:
-    """Measure; what is wrong may be so once, since other work on the machine can make all of a run late."""
+    """Measure, and once more where something is wrong: other work on the machine can make a whole run late.
+
+    Then it is also allowed for what the machine adds, as the tool measures it where nothing was asked for.
+    """
     measured = tool.measure([run for server in servers for run in server.runs()], TOOL_TIMEOUT)
     wrong = [server for server in servers if faults(server, measured)]
     for server in wrong:
@@ -139,22 +146,25 @@ def check_tool(tool: LoadTool, servers: list[Server]) -> None:
         measured |= tool.measure(runs, TOOL_TIMEOUT)
     for server in servers:
         print(f"{tool.name}, {server.name} frontend: {table(server, measured)}", flush=True)
-    if found := [fault for server in servers for fault in faults(server, measured)]:
+    if found := [fault for server in wrong for fault in faults(server, measured, with_jitter=True)]:
         raise CheckError(f"{tool.name}: {'; '.join(found)}")
 
 
-def faults(server: Server, measured: dict[Run, Measured]) -> list[str]:
+def faults(
+    server: Server, measured: dict[Run, Measured], *, with_jitter: bool = False
+) -> list[str]:
     """What is not as it was asked for."""
     runs = server.runs()
-    share = measured[runs[0]].ttft
+    share = measured[runs[0]]
+    jitter = share.jitter if with_jitter else 0.0
     found = []
     for engine, run, mock in zip(ENGINES, runs, server.mocks, strict=True):
-        got = measured[run]
-        for what, value, expected in (
-            ("TTFT without the frontend's", got.ttft - share, engine.ttft),
-            ("TPOT", got.tpot, TPOT),
+        got, gaps = measured[run], engine.load.output_tokens - 1
+        for what, value, expected, late in (
+            ("TTFT without the frontend's", got.ttft - share.ttft, engine.ttft, jitter),
+            ("TPOT", got.tpot, TPOT, jitter / gaps),
         ):
-            if abs(value - expected) > TOLERANCE * expected:
+            if abs(value - expected) > TOLERANCE * expected + late:
                 found.append(
                     f"{server.name} frontend, {engine.what}: {what} {value:.2f} ms, not {expected:g}"
                     f" (the mock was {seconds_behind(mock):.3f} s behind)"
