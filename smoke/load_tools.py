@@ -234,4 +234,4 @@ class GuideLlm(LoadTool):
         metrics = result["benchmarks"][0]["metrics"]
         ttft = metrics["time_to_first_token_ms"]["successful"]
         itl = metrics["inter_token_latency_ms"]["successful"]
-        return Measured(ttft["percentiles"][f"p{PERCENTILE}"], ttft["median"], itl["median"])
+        return Measured(ttft["percentiles"][f"p{PERCENTILE:02}"], ttft["median"], itl["median"])
