@@ -19,6 +19,7 @@ import textwrap
 import time
 import uuid
 from collections import Counter
+from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
@@ -30,6 +31,7 @@ from provision import (
     PeersUnavailable,
     find_peers,
     provision,
+    provision_guidellm,
 )
 
 OUR_CHECKS = ("docs", "examples", "fleet", "flood", "llm", "llm_smoke")
@@ -56,8 +58,13 @@ PEER_CHECKS = {
     "kv_transfers": REFERENCE,
     "restart": REFERENCE,
     "schedules": REFERENCE,
+    "autoscaler": REFERENCE,
+    "load_tools": REFERENCE,
 }
 """The checks with real peers, and the versions of vLLM that each runs with unless told otherwise."""
+
+WITH_GUIDELLM = ("load_tools",)
+"""Checks that need this tool, too."""
 
 COUNTED = ("hostile_requests",)
 """Checks that send as many requests as ``--count`` says."""
@@ -185,12 +192,20 @@ def pick(names: list[str], version: str | None) -> list[Check]:
 def impossible(checks: list[Check]) -> list[Check]:
     """Provide for the peers, if any check needs them; the checks that cannot run without."""
     with_peers = [check for check in checks if check.version is not None]
-    if with_peers:
-        try:
-            provision()
-        except PeersUnavailable as reason:
-            print_banner(reason, with_peers)
-            return with_peers
+    if skipped := left_out(with_peers, provision):
+        return skipped
+    with_guidellm = [check for check in with_peers if check.module in WITH_GUIDELLM]
+    return left_out(with_guidellm, provision_guidellm)
+
+
+def left_out(checks: list[Check], provide: Callable[[], object]) -> list[Check]:
+    """Provide for what these checks need, if there are any; all of them if that cannot be."""
+    try:
+        if checks:
+            provide()
+    except PeersUnavailable as reason:
+        print_banner(reason, checks)
+        return checks
     return []
 
 
