@@ -60,6 +60,19 @@ def lint(session: nox.Session) -> None:
         *python_files("smoke"),
         *python_files("examples"),
     )
+    check_schemas(session)
+
+
+def check_schemas(session: nox.Session) -> None:
+    """Validate what is written for other programs to read."""
+    forms = map(str, sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")))
+    for schema, *files in (
+        ("github-workflows", ".github/workflows/ci.yml"),
+        ("github-issue-forms", *forms),
+        ("compose-spec", "deploy/compose.yaml"),
+    ):
+        session.run("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *files)
+    session.run("kubernetes-validate", "--strict", "deploy/mock-engines.yaml")
 
 
 @nox.session
@@ -94,7 +107,7 @@ def minimums(session: nox.Session) -> None:
 @nox.session(default=False)
 def smoke(session: nox.Session) -> None:
     """Run the smoke checks; with ``-- --peers`` also those against real vLLM processes."""
-    session.install(".", *group("examples"))
+    session.install(".[metrics,structured]", *group("smoke"))
     session.run("python", "smoke/run.py", *session.posargs)
 
 
@@ -143,6 +156,7 @@ def build(session: nox.Session) -> None:
     session.install(str(wheel))
     for command in PROJECT["scripts"]:
         session.run(command, "--help", silent=True)
+    session.run("llm-smoke", "generate", "--mock")  # as the README begins
 
 
 def python_files(folder: str) -> list[str]:

@@ -13,7 +13,7 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 html_theme = "furo"
 html_title = f"trio-vllm {release}"
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "explanation/speed_table.md"]  # the second is a part of a page
 
 default_role = "py:obj"  # `Name` in docstrings
 autodoc_default_options = {"members": True, "member-order": "bysource", "show-inheritance": True}

@@ -50,6 +50,10 @@ class CheckError(Exception):
     """Something is not as it must be."""
 
 
+class CheckSkippedError(Exception):
+    """A check cannot be run on this machine; the text says why."""
+
+
 def expect(what: str, got: object, expected: object) -> None:
     """Fail unless both are equal."""
     if got != expected:

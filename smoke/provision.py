@@ -6,7 +6,9 @@ Under a cache folder it makes, once (some minutes and 5 GB):
 * ``0.33/code/``: the Python of vLLM 0.33.0, of which there is no build for the CPU, with the compiled
   kernels of 0.32.0 beside it; the virtual environment runs it by way of ``PYTHONPATH``;
 * ``bin/vllm-rs``: the Rust frontend of 0.33.0, taken out of the same wheel;
-* ``tiny-qwen3/``: a model directory without weights, see ``tiny_model.py``.
+* ``tiny-qwen3/``: a model directory without weights, see ``tiny_model.py``;
+* ``guidellm/``: the load tool of that name, if a check needs it: a virtual environment that takes torch and
+  others from that of vLLM, which saves some gigabytes.
 
 The folder is ``$TRIO_VLLM_PEERS_DIR``, else ``~/.cache/trio-vllm-peers``. A complete one of the same
 layout in ``$PEERS_DIR`` or ``~/.cache/vllm-peers`` is used as it is. An engine needs about 2 GB of
@@ -41,6 +43,8 @@ VERSIONS = (REFERENCE_VERSION, BUILT_VERSION)
 """What engines and the Python frontend can be had of; the Rust frontend is the reference's."""
 
 TORCH_VERSION = "2.13.0"
+
+GUIDELLM_VERSION = "0.8.1"
 
 MORE_REQUIREMENTS = ("orjson>=3.11.6",)
 """What the reference's Python needs and the built one does not."""
@@ -148,6 +152,27 @@ def find_peers(version: str = REFERENCE_VERSION) -> Peers | None:
     return next((dataclasses.replace(peers, version=version) for peers in ready), None)
 
 
+def provision_guidellm() -> Path:
+    """Find the Python that has guidellm, or build it; the peers are there.
+
+    Raises:
+      PeersUnavailable: a package cannot be fetched or installed.
+    """
+    if found := find_guidellm():
+        return found
+    peers = find_peers()
+    assert peers is not None
+    folder = _places()[0].directory
+    with _only_builder(folder):
+        return find_guidellm() or _build_guidellm(peers, folder / "guidellm")
+
+
+def find_guidellm() -> Path | None:
+    """The Python that has guidellm, if it is there."""
+    ready = (peers.directory / "guidellm" / ".ready" for peers in _places())
+    return next((path.parent / "bin" / "python" for path in ready if path.exists()), None)
+
+
 def _places() -> tuple[Peers, Peers]:
     """Where to build, and where else complete ones may be."""
     cache = Path.home() / ".cache"
@@ -160,7 +185,7 @@ def _build(peers: Peers) -> Peers:
     if peers.is_ready():
         return peers
     with _only_builder(peers.directory):
-        pip = _Pip(peers, time.monotonic() + BUILD_TIMEOUT)
+        pip = _Pip(peers.python, time.monotonic() + BUILD_TIMEOUT)
         if not peers.built_marker.exists():
             _build_environment(peers, pip)
         if not (peers.vllm_rs.exists() and peers.reference_code.exists()):
@@ -182,16 +207,16 @@ def _only_builder(directory: Path) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Pip:
-    """Runs the pip of the peers' virtual environment, up to a point of `time.monotonic`."""
+    """Runs the pip of a virtual environment, up to a point of `time.monotonic`."""
 
-    peers: Peers
+    python: Path
     deadline: float
 
     def __call__(self, *args: str) -> None:
         quiet = ("--quiet", "--disable-pip-version-check")
         try:
             subprocess.run(
-                [self.peers.python, "-m", "pip", *quiet, *args],
+                [self.python, "-m", "pip", *quiet, *args],
                 check=True,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -288,6 +313,23 @@ def _make_runnable_on_cpu(code: Path, site_packages: Path) -> None:
     distribution = code / f"vllm-{REFERENCE_VERSION}.dist-info"
     distribution = distribution.rename(code / f"vllm-{REFERENCE_VERSION}+cpu.dist-info")
     _rewrite_metadata(distribution, Version=f"{REFERENCE_VERSION}+cpu")
+
+
+# The load tool ------------------------------------------------------------------------------------
+
+
+def _build_guidellm(peers: Peers, folder: Path) -> Path:
+    _say(f"installing guidellm {GUIDELLM_VERSION} into {folder}")
+    subprocess.run([peers.python, "-m", "venv", "--clear", folder], check=True)
+    theirs = _distribution(peers.built_marker.parent).parent
+    (ours,) = folder.glob("lib/python*/site-packages")
+    # Its own packages come first; what vLLM has already is not fetched again.
+    (ours / "vllm.pth").write_text(f"{theirs}\n")
+    python = folder / "bin" / "python"
+    pip = _Pip(python, time.monotonic() + BUILD_TIMEOUT)
+    pip("install", f"guidellm=={GUIDELLM_VERSION}")
+    (folder / ".ready").symlink_to(peers.built_marker)  # without that environment it is of no use
+    return python
 
 
 def _put(made: Path, place: Path) -> None:

@@ -2,7 +2,7 @@
 
 Those in ``checks/`` need nothing but the installed package. Those in ``peers/`` need real vLLM
 processes (see ``provision.py``) and run with ``--peers``; where these cannot be installed they are
-skipped, loudly, and that is no failure. A check fails by raising, by its time limit, and by leaving a
+skipped, loudly, and that is no failure. So are checks, or parts of them, for which this machine lacks something. A check fails by raising, by its time limit, and by leaving a
 process running.
 """
 
@@ -18,6 +18,8 @@ import tempfile
 import textwrap
 import time
 import uuid
+from collections import Counter
+from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
@@ -29,9 +31,10 @@ from provision import (
     PeersUnavailable,
     find_peers,
     provision,
+    provision_guidellm,
 )
 
-OUR_CHECKS = ("examples", "flood", "llm", "llm_smoke")
+OUR_CHECKS = ("docs", "examples", "fleet", "flood", "llm", "llm_smoke")
 
 REFERENCE = (REFERENCE_VERSION,)
 WINDOW = (REFERENCE_VERSION, BUILT_VERSION)
@@ -55,14 +58,22 @@ PEER_CHECKS = {
     "kv_transfers": REFERENCE,
     "restart": REFERENCE,
     "schedules": REFERENCE,
+    "autoscaler": REFERENCE,
+    "load_tools": REFERENCE,
 }
 """The checks with real peers, and the versions of vLLM that each runs with unless told otherwise."""
+
+WITH_GUIDELLM = ("load_tools",)
+"""Checks that need this tool, too."""
 
 COUNTED = ("hostile_requests",)
 """Checks that send as many requests as ``--count`` says."""
 
 MARK = "TRIO_VLLM_SMOKE_MARK"
 """The variable by which we find what a check has started."""
+
+SKIPPED = 77
+"""The exit code of a check that cannot be run here."""
 
 TIME_LIMITS = {"checks": 300.0, "peers": 900.0}
 """Seconds a check may take, by kind: several times what it takes on a busy machine of two cores."""
@@ -111,9 +122,7 @@ def main() -> int:
     arguments = parse_arguments()
     signal.signal(signal.SIGTERM, stop)
     if arguments.here:
-        (check,) = pick([arguments.here], arguments.vllm)
-        check.run(arguments.count)
-        return 0
+        return run_here(arguments)
     checks = [
         check
         for check in pick(arguments.names, arguments.vllm)
@@ -122,13 +131,26 @@ def main() -> int:
     if not checks:
         print("there is no such smoke check (those in peers/ need --peers)")
         return 2
-    skipped = impossible(checks)
-    to_run = [check for check in checks if check not in skipped]
+    without_peers = impossible(checks)
+    to_run = [check for check in checks if check not in without_peers]
     deadline = time.monotonic() + TOTAL_LIMIT
-    passed = [run_check(check, arguments, deadline) for check in to_run].count(True)
-    failed = len(to_run) - passed
-    print(f"smoke: {passed} passed, {failed} failed, {len(skipped)} skipped")
-    return 1 if failed else 0
+    ends = Counter(run_check(check, arguments, deadline) for check in to_run)
+    skipped = ends["skipped"] + len(without_peers)
+    print(f"smoke: {ends['ok']} passed, {ends['FAIL']} failed, {skipped} skipped")
+    return 1 if ends["FAIL"] else 0
+
+
+def run_here(arguments: argparse.Namespace) -> int:
+    """Run one check in this process."""
+    from harness import CheckSkippedError
+
+    (check,) = pick([arguments.here], arguments.vllm)
+    try:
+        check.run(arguments.count)
+    except CheckSkippedError as reason:
+        print(f"SKIPPED {check.name}: {reason}")
+        return SKIPPED
+    return 0
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -170,37 +192,55 @@ def pick(names: list[str], version: str | None) -> list[Check]:
 def impossible(checks: list[Check]) -> list[Check]:
     """Provide for the peers, if any check needs them; the checks that cannot run without."""
     with_peers = [check for check in checks if check.version is not None]
-    if with_peers:
-        try:
-            provision()
-        except PeersUnavailable as reason:
-            print_banner(reason, with_peers)
-            return with_peers
+    if skipped := left_out(with_peers, provision):
+        return skipped
+    with_guidellm = [check for check in with_peers if check.module in WITH_GUIDELLM]
+    return left_out(with_guidellm, provision_guidellm)
+
+
+def left_out(checks: list[Check], provide: Callable[[], object]) -> list[Check]:
+    """Provide for what these checks need, if there are any; all of them if that cannot be."""
+    try:
+        if checks:
+            provide()
+    except PeersUnavailable as reason:
+        print_banner(reason, checks)
+        return checks
     return []
 
 
-def run_check(check: Check, arguments: argparse.Namespace, deadline: float) -> bool:
-    """Run one check, end all that it has started, and print whether and how fast it passed."""
+def run_check(check: Check, arguments: argparse.Namespace, deadline: float) -> str:
+    """Run one check, end all that it has started, and print and return how it has ended."""
     begin = time.monotonic()
     limit = arguments.limit or TIME_LIMITS[check.kind]
     limit = max(min(limit, deadline - begin), 0.0)
     mark = uuid.uuid4().hex
     try:
-        failure, output = run_marked(check, mark, limit, arguments.count)
+        exit_code, failure, output = run_marked(check, mark, limit, arguments.count)
         seconds = time.monotonic() - begin
     finally:
         strays = kill_strays(mark)
     if strays and not failure:
         failure = f"processes left running: {len(strays)}"
-    report = f"{check.name} {seconds:.1f} s"
-    print(f"FAIL {report}: {failure}" if failure else f"ok {report}", flush=True)
-    if failure or arguments.verbose:
-        print(textwrap.indent(output if arguments.verbose else tail(output), "    "), flush=True)
-    return not failure
+    end = "FAIL" if failure else "skipped" if exit_code == SKIPPED else "ok"
+    report = f"{end} {check.name} {seconds:.1f} s"
+    print(f"{report}: {failure}" if failure else report, flush=True)
+    if not arguments.verbose:
+        output = tail(output) if failure else only_skipped(output)
+    if output:
+        print(textwrap.indent(output, "    "), flush=True)
+    return end
 
 
-def run_marked(check: Check, mark: str, limit: float, count: int | None) -> tuple[str, str]:
-    """Run one check; return why it failed, or nothing, and what it printed."""
+def only_skipped(output: str) -> str:
+    """What a check that has not failed could not do here."""
+    return "\n".join(line for line in output.splitlines() if line.startswith("SKIPPED"))
+
+
+def run_marked(
+    check: Check, mark: str, limit: float, count: int | None
+) -> tuple[int | None, str, str]:
+    """Run one check; return its exit code, why it failed, or nothing, and what it printed."""
     command = [sys.executable, "-u", __file__, "--here", check.name]
     if check.version is not None:
         command += ["--vllm", check.version]
@@ -214,7 +254,7 @@ def run_marked(check: Check, mark: str, limit: float, count: int | None) -> tupl
         ) as process,
     ):
         try:
-            if exit_code := process.wait_for_exit(limit):
+            if (exit_code := process.wait_for_exit(limit)) not in (0, SKIPPED):
                 failure = f"exit code {exit_code}"
         except ProcessError as exc:
             failure = str(exc)
@@ -223,7 +263,7 @@ def run_marked(check: Check, mark: str, limit: float, count: int | None) -> tupl
             with contextlib.suppress(ProcessError):
                 process.wait_for_exit(INTERRUPT_GRACE)
         process.end(STOP_GRACE)
-        return failure, process.log().rstrip()
+        return process.exit_code(), failure, process.log().rstrip()
 
 
 def kill_strays(mark: str) -> list[int]:

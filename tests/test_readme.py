@@ -36,7 +36,7 @@ def blocks(language: str, text: str = README) -> list[str]:
 
 def commands() -> Iterator[list[str]]:
     """What the shell is told to run of ours."""
-    start = rf"(?:^|[;&] )(?:\S*/)?((?:{'|'.join(APPS)})\b[^;&\n]*)"
+    start = rf"(?:^|[;&] )(?:[A-Z]+=\S+ )?(?:\S*/)?((?:{'|'.join(APPS)})\b[^;&\n]*)"
     for block in (block for text in (README, *PAGES) for block in blocks("console", text)):
         for command in re.findall(start, block.replace("\\\n", " "), re.MULTILINE):
             yield shlex.split(command)
@@ -156,7 +156,14 @@ def test_pieces_of_the_docs_are_python(page: Path) -> None:
 
 
 @pytest.mark.parametrize("command", sorted(set(map(shlex.join, commands()))))
-def test_commands_are_understood(command: str) -> None:
+def test_commands_are_understood(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder with the model that one of them names."""
+    model = tmp_path / "path/to/Qwen3-0.6B"
+    model.mkdir(parents=True)
+    (model / "tokenizer.json").touch()
+    monkeypatch.chdir(tmp_path)
     name, *arguments = shlex.split(command)
 
     APPS[name].parse_args(arguments, exit_on_error=False, print_error=False)

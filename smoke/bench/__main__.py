@@ -6,6 +6,7 @@ ratio of the two, since both are measured in turns.
 
 import argparse
 import inspect
+import shlex
 import signal
 import sys
 import time
@@ -33,7 +34,7 @@ from bench.measure_engine import (
     measure_startup,
 )
 from bench.measure_load import measure_load, measure_round_trip
-from bench.report import TOLERANCE, plot, regressions, table, write_json
+from bench.report import TOLERANCE, markdown, plot, regressions, table, write_json
 from bench.turns import FULL, QUICK, Effort
 
 BENCHMARKS: dict[str, Callable[[Effort], list[Figure]]] = {
@@ -73,6 +74,9 @@ def main() -> int:
     print(table(figures))
     if arguments.json:
         write_json(arguments.json, figures, quick=arguments.quick)
+    if arguments.markdown:
+        command = shlex.join(["nox", "-s", "bench", "--", *sys.argv[1:]])
+        arguments.markdown.write_text(markdown(figures, command), encoding="utf-8")
     if arguments.plot:
         plot(arguments.plot, figures)
     worse = regressions(figures, arguments.compare) if arguments.compare else []
@@ -95,6 +99,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("names", metavar="NAME", nargs="*", help="a benchmark (default: all)")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter samples")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all samples to a file")
+    parser.add_argument(
+        "--markdown",
+        metavar="FILE",
+        type=Path,
+        help="write the table of the docs (docs/explanation/speed_table.md)",
+    )
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the ratios (matplotlib)")
     parser.add_argument(
         "--compare",

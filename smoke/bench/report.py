@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,41 @@ def row(figure: Figure) -> tuple[str, ...]:
         figure.target.describe(figure.better) if figure.target else "",
         {True: "met", False: "MISSED", None: "NOT CHECKED" if figure.target else ""}[figure.met],
     )
+
+
+# The table of the docs --------------------------------------------------------------------------
+
+
+def markdown(figures: Iterable[Figure], command: str) -> str:
+    """What ``docs/explanation/speed.md`` shows: where and how it was measured, and a row for each figure."""
+    here = machine()
+    when = datetime.datetime.now(datetime.UTC).date()
+    lines = [
+        f"Measured on {when} at commit {commit()} with `{command}`, on {here['cores']} cores,"
+        f" {here['python']}.",
+        "",
+        "| | ours | next to |",
+        "| --- | --- | --- |",
+    ]
+    for figure in figures:
+        next_to = "" if figure.ratio is None else f"{shorten(figure.ratio)} x {figure.yardstick}"
+        lines.append(f"| {figure.name} | {shorten(figure.value)} {figure.unit} | {next_to} |")
+    return "\n".join(lines) + "\n"
+
+
+def commit() -> str:
+    """The commit of this checkout, and whether there are changes besides."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    head = _output_of([*git, "rev-parse", "--short", "HEAD"]) or "unknown"
+    changed = _output_of([*git, "status", "--porcelain", "--untracked-files=no"])
+    return f"{head} (with changes)" if changed else head
+
+
+def _output_of(command: Sequence[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git
+        return ""
 
 
 # The file ---------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from fuzz.decoders import check_text
@@ -26,25 +27,30 @@ def _number(frames: Frames) -> int:
     return frames[0][0] if frames and frames[0] else 0
 
 
+@functools.cache
+def config_of(setting: int) -> MockEngineConfig:
+    """How an engine is; made once for each setting, because its checks take long."""
+    return MockEngineConfig(
+        lockstep=setting & 4 == 4,
+        output_token_chunk_size=3 if setting & 8 else 1,
+        stop_at_eos=setting & 16 == 16,
+        log_requests=setting & 32 == 32,
+        step_interval=0.01 if setting & 64 else 0.0,
+        max_loras=2,
+        vocab_size=1000,
+        max_model_len=4096,
+        embedding_size=8,
+    )
+
+
 class Play:
     """An engine, and what its frontends have been sent."""
 
     def __init__(self, setting: int) -> None:
         self._client_count = 1 + (setting & 1)
         self._has_coordinator = setting & 2 == 2
-        config = MockEngineConfig(
-            lockstep=setting & 4 == 4,
-            output_token_chunk_size=3 if setting & 8 else 1,
-            stop_at_eos=setting & 16 == 16,
-            log_requests=setting & 32 == 32,
-            step_interval=0.01 if setting & 64 else 0.0,
-            max_loras=2,
-            vocab_size=1000,
-            max_model_len=4096,
-            embedding_size=8,
-        )
         self.engine = MockEngine(
-            config,
+            config_of(setting),
             client_count=self._client_count,
             has_coordinator=self._has_coordinator,
             fast_path=setting & 128 == 0,

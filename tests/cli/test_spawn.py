@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -56,6 +57,17 @@ def test_an_early_end_is_reported_at_once(capfd: pytest.CaptureFixture[str]) -> 
 
     assert time.monotonic() - begin < 60
     assert capfd.readouterr().err == "llm-smoke: the engine command ended with 1: no memory\n"
+
+
+def test_an_early_end_is_no_death(capfd: pytest.CaptureFixture[str]) -> None:
+    """Nor is the death of an engine a failure to start: a gate can tell one from the other."""
+    kinds = []
+    for how in ("fail", "die"):
+        assert main(["generate", "--spawn", "--json", "--", *ENGINE, "{address}", how]) == 1
+        kinds.append(json.loads(capfd.readouterr().out)["failure_kind"])
+
+    assert kinds[0] == "EngineCommandEndedError"
+    assert kinds[1] in ("EngineDeadError", "EnginesEndedError")  # what is known first
 
 
 def test_a_killed_engine_is_reported(capfd: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,9 @@ from trio_vllm import GenerateRequest, HandshakeOwner, SamplingParams, open_llm
 from trio_vllm.cli.exporter import StateServer
 from trio_vllm.cli.live_view import Rates, table_of
 from trio_vllm.cli.mock_engine import main
+from trio_vllm.cli.mock_processes import state_reports
 from trio_vllm.mock import EngineStatus, EngineStatuses, Summary
+from trio_vllm.processes import LONGEST_LINE
 
 BUSY = EngineStatus(
     engine_index=3,
@@ -231,23 +233,37 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     assert "mock-engine: [Errno 98]" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_live(address: str) -> None:
-    """A table on the terminal, with the log above it."""
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_live(address: str, processes: str) -> None:
+    """One table on the terminal, with the log of all processes above it."""
     ours, theirs = pty.openpty()
     tokens = ["--handshake-address", address, "--engine-count", "2", "--live"]
     shown = b""
-    with mock_engine(*tokens, stderr=theirs) as process:
+    with mock_engine(*tokens, "--processes", processes, stderr=theirs) as process:
         os.close(theirs)
-        while b"all 2" not in shown:
+        while shown.count(b"joining the frontend") < int(processes) or b"all 2" not in shown:
             shown += os.read(ours, 4096)
         process.send_signal(signal.SIGTERM)
         process.wait()
     os.close(ours)
 
-    text = shown.decode()
-    assert "joining the frontend" in text
+    text = re.sub("\x1b\\[[0-9;?]*[A-Za-z]", "", shown.decode())  # without colours and cursor moves
     for heading in ("running", "waiting", "tokens/s", "KV cache"):
         assert heading in text
+    for line in re.findall("[^\r\n]*joining the frontend", text):
+        assert re.match(r"\d{4}-\d\d-\d\d \S+ INFO engine", line)
+
+
+def test_states_of_many_engines() -> None:
+    """Each line of another process is short enough to be kept until it is whole."""
+    states = [attrs.evolve(BUSY, engine_index=index) for index in range(1000)]
+
+    reports = list(state_reports(states))
+
+    assert [state["engine_index"] for report in reports for state in report["states"]] == list(
+        range(1000)
+    )
+    assert max(len(json.dumps(report)) for report in reports) < LONGEST_LINE
 
 
 def test_live_without_a_terminal(address: str) -> None:

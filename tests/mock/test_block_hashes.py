@@ -120,6 +120,17 @@ def test_extra_keys_of_a_block() -> None:
     assert scope.extra_keys(16, 20) == (lora,)
 
 
+@pytest.mark.parametrize("start", range(0, 40, 4))
+def test_multimodal_inputs_that_overlap(start: int) -> None:
+    """All that reach into a block count, in the order of their offsets."""
+    spans = [(0, 30), (1, 2), (8, 1), (8, 12), (11, 0), (20, 4), (31, 2)]
+    scope = CacheScope(multimodal=tuple(MultiModalSpan(str(at), at, size) for at, size in spans))
+    expected = tuple(
+        ("mm", str(at), at - start) for at, size in spans if at < start + 4 and start < at + size
+    )
+    assert scope.extra_keys(start, start + 4) == (expected or None)
+
+
 def test_events_show_extra_keys_without_their_names() -> None:
     """Consumers know the older form."""
     keys = (("lora", "l", "/l"), ("mm", "m", 2), ("cache_salt", "s"))

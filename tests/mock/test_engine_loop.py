@@ -15,6 +15,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trio_vllm.concurrency import running
 from trio_vllm.mock import MockEngine, MockEngineConfig
+from trio_vllm.mock.encoding import Outgoing
 from trio_vllm.mock.runner import EngineRunner, Lockstep, RunnerLimits
 from trio_vllm.mock.unlimited import MAX_LAG
 from trio_vllm.protocol import (
@@ -22,6 +23,7 @@ from trio_vllm.protocol import (
     DpControlOutput,
     EngineCoreOutput,
     EngineDead,
+    EngineMessage,
     FinishReason,
     RequestBatchOutputs,
     StartDpWave,
@@ -72,6 +74,7 @@ async def engine_behind(
     step_interval: float = 0.0,
     limits: RunnerLimits | None = None,
     engine_index: int = 0,
+    schedule: bool | None = None,
 ) -> AsyncIterator[Frontend]:
     """Run an engine beside the block; gives the frontend's side."""
     inputs = [open_memory_connection() for _ in range(client_count)]
@@ -85,7 +88,9 @@ async def engine_behind(
         CoordinatorChannels(broadcasts[1], notices[0]) if lockstep else None,
     )
     engine = MockEngine(
-        MockEngineConfig(lockstep=lockstep is not None, step_interval=step_interval),
+        MockEngineConfig(
+            lockstep=lockstep is not None, step_interval=step_interval, schedule=schedule
+        ),
         engine_index,
         client_count=client_count,
         has_coordinator=lockstep is not None,
@@ -185,6 +190,50 @@ async def test_a_long_prompt_is_taken_in_slices() -> None:
 
     assert finished == ["long"]
     assert turns > 40
+
+
+async def test_a_long_prompt_is_hashed_before_it_is_taken() -> None:
+    """Its 4000 blocks in slices, in which others have their turns."""
+    async with engine_behind(limits=NO_SLICE, schedule=True) as frontend:
+        engine, counts = frontend.runner.engine, list[int]()
+        take = engine.take
+
+        def watched(
+            message: EngineMessage, now: float, hashes: list[bytes] | None = None
+        ) -> list[Outgoing]:
+            counts.append(len(hashes or ()))
+            return take(message, now, hashes)
+
+        engine.take = watched  # type: ignore[method-assign]
+        raw = raw_request("long", 1, prompt_token_ids=[7] * 64_000)
+        frontend.inputs[0].send_nowait(pack_add(raw))
+        turns = 0
+        while not counts:
+            await trio.lowlevel.checkpoint()
+            turns += 1
+        await frontend.until_finished("long")
+
+    assert counts == [4000]
+    assert turns > 60
+
+
+async def test_many_aborts_at_once_are_handled_in_slices() -> None:
+    """Others have their turns meanwhile."""
+    async with engine_behind(limits=NO_SLICE) as frontend:
+        ids = [f"r{number}" for number in range(3000)]
+        for request_id in ids:
+            frontend.add(request_id, 1_000_000)
+        summary = frontend.runner.engine.summary
+        while summary.requests < len(ids):
+            await trio.lowlevel.checkpoint()
+        frontend.inputs[0].send_nowait([bytes(frame) for frame in encode_abort(ids)])
+        seen = set[int]()
+        while summary.aborted < len(ids):
+            await trio.lowlevel.checkpoint()
+            seen.add(summary.aborted)
+
+    assert len(seen) > 8
+    assert not frontend.runner.engine.has_unfinished
 
 
 async def test_two_engines_take_turns() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import ormsgpack
 import pytest
-from tests.mock.driver import Driver, drive
+from tests.mock.driver import Driver, drive, pack_add, raw_request
 
 from trio_vllm.mock.content import LogprobModel
-from trio_vllm.protocol import Logprobs
+from trio_vllm.protocol import EngineCoreOutput, Logprobs
 
 
 def run(driver: Driver, *requests: tuple[str, dict[str, Any]], **fields: Any) -> None:
@@ -229,6 +229,30 @@ def test_a_step_of_much_work_is_made_in_slices() -> None:
         assert len({output.request_id for output in batch.outputs}) == len(batch.outputs)
 
 
+def test_what_is_told_of_a_prompt_is_lent_to_the_connection() -> None:
+    """Megabytes of it are not copied as they are sent, which would hold up everything else."""
+    driver = drive(supported_tasks=("generate", "token_embed"), embedding_size=64)
+    ids = np.zeros((30, 40), np.int32)
+    params = {"prompt_logprobs": 40, "prompt_logprob_token_ids": ["<i4", [30, 40], 2]}
+    prompt = list(range(30))
+    driver.handle(
+        pack_add(raw_request("a", 1, params=params, prompt_token_ids=prompt), b"", ids.tobytes())
+    )
+    pooling = [None, None, None, None, "token_embed"]
+    driver.handle(
+        pack_add(
+            raw_request("b", sampling_params=None, pooling_params=pooling, prompt_token_ids=prompt)
+        )
+    )
+    frames: list[Any] = []
+    while driver.has_work:
+        frames += [frame for _, message in driver.engine.step(200.0) for frame in message]
+    views = [frame for frame in frames if isinstance(frame, memoryview)]
+
+    assert len(views) >= 4
+    assert all(view.readonly for view in views)
+
+
 def test_a_long_prefill_takes_several_steps() -> None:
     """While others get their tokens, and comes to the same as a short one."""
     driver, prompt = drive(), [i % 1000 for i in range(200_000)]
@@ -267,3 +291,72 @@ def test_an_abort_in_the_middle_of_a_step() -> None:
     assert len(driver.tokens("r0")) == 1
     assert all(len(driver.tokens(f"r{i}")) == 2 for i in range(1, 19))
     assert not driver.engine.has_unfinished
+
+
+SCHEDULES: list[dict[str, Any]] = [
+    {"schedule": True},
+    {"step_time": 0.5},
+    {"inter_token_latency": 0.5},
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_a_long_prefill_of_a_schedule_is_made_in_slices(schedule: dict[str, Any]) -> None:
+    """It comes to what an engine without a schedule makes."""
+
+    def made_by(**config: Any) -> tuple[int, list[EngineCoreOutput]]:
+        driver = drive(vocab_size=10_000, **config)
+        params = {"prompt_logprobs": -1, "logprobs": -1}
+        driver.add("long", 3, params=params, prompt_token_ids=list(range(200)))
+        count = 0
+        while not driver.outputs("long"):
+            driver.step()
+            count += 1
+        driver.run()
+        return count, driver.outputs("long")
+
+    count, outputs = made_by(**schedule)
+    _, expected = made_by()
+
+    assert count > 4
+    assert [output.new_token_ids for output in outputs] == [o.new_token_ids for o in expected]
+    got, want = outputs[0].new_prompt_logprobs_tensors, expected[0].new_prompt_logprobs_tensors
+    assert got is not None
+    assert want is not None
+    assert np.array_equal(got.token_ids, want.token_ids)
+    assert all(output.new_prompt_logprobs_tensors is None for output in outputs[1:])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_an_abort_in_the_middle_of_a_step_of_a_schedule(schedule: dict[str, Any]) -> None:
+    """What is made by then of its row is not sent, and the others lose nothing."""
+    driver = drive(vocab_size=100_000, **schedule)
+    for name in "abc":
+        params = {"prompt_logprobs": -1}
+        driver.add(name, 2, params=params, prompt_token_ids=list(range(6)))
+    driver.add("d", 2)
+    for _ in range(4):
+        driver.step()
+    assert not any(driver.outputs(name) for name in "abcd")
+    driver.abort("a", "c")
+    driver.run()
+
+    assert [len(driver.tokens(name)) for name in "abcd"] == [0, 2, 0, 2]
+    assert not driver.engine.has_unfinished
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_a_reset_in_the_middle_of_a_step_of_a_schedule(schedule: dict[str, Any]) -> None:
+    """It is made when the step is over; the requests go on after it."""
+    driver = drive(vocab_size=100_000, **schedule)
+    driver.add("a", 3, params={"prompt_logprobs": -1}, prompt_token_ids=list(range(20)))
+    driver.add("b", 3)
+    for _ in range(4):
+        driver.step()
+    assert not driver.outputs("a")
+    driver.post("reset_prefix_cache", True)
+    driver.run()
+
+    assert [len(driver.tokens(name)) for name in "ab"] == [3, 3]
+    events = [event.type.name for output in driver.outputs("b") for event in output.events or ()]
+    assert events == ["QUEUED", "SCHEDULED", "PREEMPTED", "SCHEDULED"]

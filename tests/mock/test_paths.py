@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.mock.driver import Driver, drive
 
 from trio_vllm.mock.fast_batch import MADE_AT_ONCE
+from trio_vllm.mock.unlimited import STARTS_AT_ONCE
 
 IDS = [*"abcdefgh", "a longer id", "ü" * 40, "x" * 300, "y" * 5000, ""]
 
@@ -253,3 +254,18 @@ def test_batches_that_grow_large_and_empty_again() -> None:
         whole.run()
         assert whole.tokens("000000") == driver.tokens("000000")[-200:]
         assert len(driver.tokens("x" * 29)) == 100
+
+
+@pytest.mark.parametrize("params", [{}, {"logprobs": 0}], ids=["fast", "plain"])
+def test_thousands_that_come_together_start_some_at_a_time(params: dict[str, Any]) -> None:
+    """The first step starts as many as it has time for, the next one the others."""
+    driver, count = drive(), STARTS_AT_ONCE + 3
+    for number in range(count):
+        driver.add(f"r{number}", 2, params=params)
+    driver.step()
+    counts = driver.engine.counts
+    driver.run()
+
+    assert counts == (STARTS_AT_ONCE, 3)
+    assert driver.engine.summary.finished == count
+    assert all(len(driver.tokens(f"r{number}")) == 2 for number in (0, count - 1))

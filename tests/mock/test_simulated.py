@@ -13,7 +13,11 @@ from tests.mock.test_schedules import RECORDED, without_ids
 from trio_vllm.mock.encoding import MessageBuilder, MessageTemplate, SchedulerStatsEncoder
 from trio_vllm.mock.events import ScheduleCounts
 from trio_vllm.protocol import (
+    AbortRequests,
     EngineCoreOutput,
+    EngineCoreRequest,
+    EngineCoreSamplingParams,
+    EngineMessage,
     EventType,
     IterationDetails,
     PrefixCacheStats,
@@ -194,6 +198,67 @@ def test_cached_tokens_are_told() -> None:
     driver.call("pause_scheduler", "abort", False)
     driver.call("resume_scheduler")
     assert cached("g") == 48
+
+
+def hashed(driver: Driver, message: EngineMessage) -> tuple[int, list[bytes]]:
+    """What the engine makes of a message before it takes it, and in how many slices."""
+    slices, hashing = 0, driver.engine.hash_prompt(message)
+    while True:
+        try:
+            next(hashing)
+        except StopIteration as end:
+            hashes: list[bytes] = end.value
+            return slices, hashes
+        slices += 1
+
+
+def chunk(request_id: str, *, resumable: bool = False, count: int = 4096) -> EngineCoreRequest:
+    """A request for a token after a prompt of 256 blocks."""
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt(count),
+        sampling_params=EngineCoreSamplingParams(max_tokens=1),
+        resumable=resumable,
+    )
+
+
+def test_blocks_are_hashed_before_a_prompt_is_taken() -> None:
+    """They are found by these hashes as by those that are computed as it is scheduled."""
+    driver = drive(schedule=True, max_num_batched_tokens=8192)
+    driver.keep(driver.engine.take(chunk("a"), 0.0))
+    driver.run()
+    slices, hashes = hashed(driver, chunk("b"))
+    driver.keep(driver.engine.take(chunk("b"), 0.0, hashes))
+    driver.run()
+    driver.keep(driver.engine.take(chunk("c"), 0.0, [bytes(32)] * 256))
+    driver.run()
+
+    assert slices == 3
+    assert len(hashes) == 256
+    stats = [driver.outputs(name)[0].prefill_stats for name in "abc"]
+    assert [one and one.num_cached_tokens for one in stats] == [0, 4080, 0]
+
+
+def test_what_is_not_cached_is_not_hashed() -> None:
+    driver, off = drive(schedule=True), drive(schedule=True, enable_prefix_caching=False)
+    unlimited, small = drive(), drive(schedule=True, max_model_len=100)
+    assert hashed(driver, AbortRequests(["a"])) == (0, [])
+    assert hashed(off, chunk("a")) == (0, [])
+    assert hashed(small, chunk("a")) == (0, [])
+    assert hashed(unlimited, chunk("a")) == (0, [])
+    assert hashed(driver, chunk("a", count=15)) == (0, [])
+
+
+def test_hashes_of_a_chunk_that_has_to_wait_are_not_those_of_the_one_before() -> None:
+    driver = drive(schedule=True, max_num_batched_tokens=8192)
+    for request_id, hashes in (("a", None), ("a", [bytes(32)] * 256)):
+        driver.engine.take(chunk(request_id, resumable=True), 0.0, hashes)
+    driver.run()
+    driver.keep(driver.engine.take(chunk("b"), 0.0))
+    driver.run()
+    (output,) = driver.outputs("b")
+    assert output.prefill_stats is not None
+    assert output.prefill_stats.num_cached_tokens == 4080
 
 
 def test_resets_are_answered_as_the_engine_does() -> None:

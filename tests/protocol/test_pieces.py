@@ -215,3 +215,39 @@ def test_a_long_prompt_that_ends_early_is_told() -> None:
     kind, payload = long_request()
     with pytest.raises(DecodeError, match="an ADD message"):
         finish(decode_engine_message_in_pieces([kind, payload[:200_000]]))
+
+
+def long_abort(*more: Any) -> list[bytes]:
+    """An ABORT of 12,000 ids, and of some values that may be none."""
+    ids = [f"request-{number}" for number in range(12_000)]
+    return [b"\x01", ormsgpack.packb([*ids, *more])]
+
+
+def test_a_long_abort_is_the_same_in_pieces() -> None:
+    message, turns = finish(decode_engine_message_in_pieces(long_abort("last")))
+
+    assert message == decode_engine_message(long_abort("last"))
+    assert turns > 5
+
+
+LARGE_TEXT = ormsgpack.packb("x" * LARGE)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        long_abort(1),
+        [b"\x01", long_abort()[1][:-3]],
+        [b"\x01", long_abort()[1] + b"\x01"],
+        [b"\x01", LARGE_TEXT],
+        [b"\x01", b"\x90" + LARGE_TEXT],
+    ],
+    ids=["a number", "ends early", "goes on", "a text", "goes on after nothing"],
+)
+def test_a_long_abort_that_cannot_be_read_is_told_as_a_short_one(frames: list[bytes]) -> None:
+    with pytest.raises(DecodeError) as whole:
+        decode_engine_message(frames)
+    with pytest.raises(DecodeError) as caught:
+        finish(decode_engine_message_in_pieces(frames))
+
+    assert str(caught.value) == str(whole.value)

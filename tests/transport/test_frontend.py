@@ -29,7 +29,12 @@ from tests.transport.test_endpoints import has_ipv6
 from trio.testing import MockClock
 
 from trio_vllm.errors import AddressInUseError, ConfigurationError, PeerGoneError, StartupError
-from trio_vllm.protocol import EngineAddresses, EngineId, encode_ready_response
+from trio_vllm.protocol import (
+    ENGINE_CORE_DEAD,
+    EngineAddresses,
+    EngineId,
+    encode_ready_response,
+)
 from trio_vllm.spawn import free_port
 from trio_vllm.transport import (
     Bootstrapped,
@@ -494,7 +499,7 @@ async def test_engine_that_dies_when_it_is_complete(
 # Time -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reached", ["HELLO", "INIT", "registration", "complete"])
+@pytest.mark.parametrize("reached", ["HELLO", "INIT", "registration", "farewell", "complete"])
 async def test_engine_that_leaves_is_told_soon(
     context: ZmqContext, address: str, reached: str
 ) -> None:
@@ -509,6 +514,8 @@ async def test_engine_that_leaves_is_told_soon(
             addresses = await engine.say_hello()
             if reached != "INIT":
                 engine.register(addresses)
+            if reached == "farewell":
+                engine.output.send_nowait([ENGINE_CORE_DEAD])
             if reached == "complete":
                 engine.say_ready()
             await trio.sleep(0.1)
@@ -525,6 +532,30 @@ async def test_engine_that_leaves_is_told_soon(
         "engine 0 left before it was READY",
         "engine 0 was lost during startup",
     }
+
+
+async def test_engine_that_is_lost_is_told_soon_though_its_ready_comes_later(
+    context: ZmqContext, address: str
+) -> None:
+    """It was under way, and is no new start. Nor is a second HELLO in bytes that cannot be read."""
+    engine = RawEngine(context, address)
+
+    async def start() -> None:
+        engine.register(await engine.say_hello())
+        await trio.sleep(0.2)
+        engine.input.close()
+        await trio.sleep(0.3)
+        engine.say(b"no report")
+        engine.say(READY)
+        await trio.sleep_forever()
+
+    begin = trio.current_time()
+    error = await fail(
+        HandshakeOwner(handshake_address=address, engine_count=2, restart_grace=1.0), start
+    )
+
+    assert trio.current_time() - begin < LIMIT / 3
+    assert (error.missing_engines, error.seconds) == ([0], 1.0)
 
 
 async def test_engine_that_registers_with_garbage_is_told_soon(
@@ -881,4 +912,4 @@ async def test_connections_are_kept_alive(context: ZmqContext, address: str) -> 
                     )
                 ]
 
-    assert options == [10, 5, 4, 30_000]
+    assert options == [10, 5, 3, 24_000]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from tests.proxy import Proxy, open_proxy
 from tests.wire.test_losses import LOSS_LIMIT
 
 from trio_vllm.client import EngineCoreClient, open_client
-from trio_vllm.errors import EngineDeadError
+from trio_vllm.errors import EngineDeadError, InvalidDataParallelRankError
 from trio_vllm.mock import MockEngineConfig, ServeOptions, serve_mock_engines
 from trio_vllm.protocol import EngineAddresses, EngineCoreRequest, HandshakeInit, SamplingParams
 from trio_vllm.transport import HandshakeOwner
@@ -76,7 +76,12 @@ def proxies(monkeypatch: pytest.MonkeyPatch, nursery: trio.Nursery) -> dict[str,
 
 @asynccontextmanager
 async def connected(
-    folder: Path, proxies: dict[str, Proxy], *, how: str, lockstep: bool = False
+    folder: Path,
+    proxies: dict[str, Proxy],
+    *,
+    how: str,
+    lockstep: bool = False,
+    engine_heartbeats: float = math.inf,
 ) -> AsyncIterator[Rig]:
     address = f"ipc://{folder}/handshake"
     mode = HandshakeOwner(
@@ -86,7 +91,9 @@ async def connected(
         heartbeat_timeout=HEARTBEAT if how == "freeze" else math.inf,
     )
     config = MockEngineConfig(lockstep=lockstep, step_interval=0.01)
-    options = ServeOptions(handshake_address=address, engine_count=2)
+    options = ServeOptions(
+        handshake_address=address, engine_count=2, heartbeat_timeout=engine_heartbeats
+    )
     with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(serve_mock_engines, config, options)
@@ -129,6 +136,40 @@ async def test_in_mid_stream(
         assert trio.current_time() - begin < LOSS_LIMIT
         assert rig.client.engine_indices == [1]
         assert await read(rig.client, request("safe", 3, 1)) == 3
+
+
+@pytest.mark.parametrize("how", ["reset", "freeze"])
+@pytest.mark.parametrize("name", ["input", "output"])
+async def test_during_the_startup(
+    tmp_path: Path,
+    proxies: dict[str, Proxy],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    how: str,
+) -> None:
+    """Before READY. The engine notices as well, and starts again; or it is lost soon after."""
+    send_ready, broken = _Joining.wait_coordinator_ready, list[str]()
+
+    async def break_and_go_on(joining: _Joining, addresses: EngineAddresses) -> Any:
+        if not joining._engine_id.engine_index and not broken:
+            broken.append(name)
+            while not proxies[name].connections:  # noqa: ASYNC110 (nobody tells)
+                await trio.sleep(0.01)
+            (connection,) = proxies[name].connections
+            if how == "freeze":
+                connection.freeze()
+            else:
+                await connection.reset()
+        return await send_ready(joining, addresses)
+
+    monkeypatch.setattr(_Joining, "wait_coordinator_ready", break_and_go_on)
+    async with connected(tmp_path, proxies, how=how, engine_heartbeats=HEARTBEAT) as rig:
+        begin = trio.current_time()
+        with suppress(EngineDeadError, InvalidDataParallelRankError):
+            assert await read(rig.client, request("maybe", 3, 0)) == 3
+        assert trio.current_time() - begin < LOSS_LIMIT
+        assert await read(rig.client, request("safe", 3, 1)) == 3
+    assert broken == [name]
 
 
 @pytest.mark.parametrize("how", ["reset", "freeze"])

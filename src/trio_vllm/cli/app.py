@@ -225,16 +225,17 @@ def _escaped(character: str) -> str:
 
 def print_line(app: App | str, text: str) -> None:
     """Say one thing on standard error, in one line whatever it is made of."""
-    _print_error(f"{app if isinstance(app, str) else app.name[0]}: {one_line(text)}")
+    write_error(f"{app if isinstance(app, str) else app.name[0]}: {one_line(text)}")
 
 
 def print_traceback(error: BaseException) -> None:
     """Show on standard error where an error comes from."""
     for line in "".join(traceback.format_exception(error)).splitlines():
-        _print_error("".join(map(_escaped, line)))
+        write_error("".join(map(_escaped, line)))
 
 
-def _print_error(line: str) -> None:
+def write_error(line: str) -> None:
+    """Print a line to standard error at once, above a live view if there is one."""
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:  # there is no other place to say so
@@ -271,7 +272,7 @@ def logging_to_stderr(layout: str, level: int = logging.INFO) -> Iterator[None]:
     It is one write per line, so lines of several processes do not mix.
     """
     handler = _Handler()
-    handler.setFormatter(_Formatter(layout))
+    handler.setFormatter(LineFormatter(layout))
     with logging_to(handler, level):
         yield
 
@@ -291,7 +292,7 @@ def logging_to(handler: logging.Handler, level: int = logging.NOTSET) -> Iterato
         logger.removeHandler(handler)
 
 
-class _Formatter(logging.Formatter):
+class LineFormatter(logging.Formatter):
     """Keeps what others have written to its line."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging's name)

@@ -167,6 +167,8 @@ class MockOptions:
     def to_json(self) -> str:
         """The options that differ from their defaults, for `from_json`."""
         own: dict[str, Any] = {"processes": self.processes, "debug": self.debug}
+        if self.live:
+            own["live"] = True
         if self.state_interval != math.inf:
             own["state_interval"] = self.state_interval
         return json.dumps({**own, **_changed(self.engine), **_changed(self.serving)})

@@ -8,7 +8,8 @@ A worker's standard input says nothing but, at its end, the request to shut down
 process was killed, and the worker kills itself: several processes die together, as one would. Stop signals are blocked in a worker from the
 start: Ctrl-C reaches all in the foreground, and what becomes of a worker is its parent's to decide.
 Its standard output gets lines of JSON: the states of its engines from time to time, if somebody
-watches, and at its end a report, the summary of its engines or the failure that has ended them.
+watches, and at its end a report, the summary of its engines or the failure that has ended them. With a
+live view its log goes there too, since only the process that draws the view can print above it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import (
+    AbstractContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +39,14 @@ from trio_vllm import ConfigurationError
 from trio_vllm.cli.app import (
     FAILED,
     STOP_SIGNALS,
+    LineFormatter,
+    logging_to,
     logging_to_stderr,
     one_line,
     print_line,
     print_traceback,
     until_stopped,
+    write_error,
 )
 from trio_vllm.cli.mock_options import MockOptions
 from trio_vllm.concurrency import running
@@ -50,7 +60,7 @@ from trio_vllm.processes import (
 )
 
 if TYPE_CHECKING:  # several processes come up faster if this one leaves the engines to them
-    from trio_vllm.mock import EngineStatuses, Summary
+    from trio_vllm.mock import EngineStatus, EngineStatuses, Summary
 
 log = logging.getLogger("trio_vllm.mock")
 
@@ -63,6 +73,9 @@ STATE_INTERVAL = 0.5
 
 SHUT_DOWN = b"shut down\n"
 """The last words to a worker."""
+
+STATES_PER_LINE = 100
+"""Engines of which one line tells: some 30 KB, and `trio_vllm.processes.LONGEST_LINE` is the limit."""
 
 GRACE = 8.0
 """Seconds from the end of the time for requests until a worker is killed.
@@ -235,8 +248,11 @@ class _Worker:
     has_reported: trio.Event = attrs.field(factory=trio.Event, init=False)
 
     def receive_line(self, line: str) -> None:
-        """Take the states of its engines, or its report."""
+        """Take a line of its log, states of its engines, or its report."""
         document = json.loads(line)
+        if "log" in document:
+            write_error(document["log"])
+            return
         if self._states is not None and "states" in document:
             from trio_vllm.mock import EngineStatus, Summary
 
@@ -322,10 +338,24 @@ class _Supervision:
 def run_worker(argument: str) -> int:
     """Run the engines of this process; gives the exit code."""
     options = MockOptions.from_json(argument)
-    with logging_to_stderr(LOG_LAYOUT):
+    with logging_to_parent() if options.live else logging_to_stderr(LOG_LAYOUT):
         report = trio.run(_report_on_end, options)
     _tell(report)
     return FAILED if "failure" in report else 0
+
+
+def logging_to_parent() -> AbstractContextManager[None]:
+    """Let the package log to the process that draws the live view."""
+    handler = _TellingHandler()
+    handler.setFormatter(LineFormatter(LOG_LAYOUT))
+    return logging_to(handler, logging.INFO)
+
+
+class _TellingHandler(logging.Handler):
+    """Tells our parent each line."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _tell({"log": self.format(record)})
 
 
 def _tell(document: dict[str, Any]) -> None:
@@ -361,10 +391,18 @@ async def _serve_until_end_of_input(options: MockOptions) -> Summary:
     async def tell_states() -> None:
         while True:
             await trio.sleep(options.state_interval)
-            _tell({"states": [attrs.asdict(state) for state in states.read()]})
+            for document in state_reports(states.read()):
+                _tell(document)
 
     async with running(watch, tell_states):
         return await serve_here(options, shutdown=shutdown, states=states)
+
+
+def state_reports(states: Sequence[EngineStatus]) -> Iterator[dict[str, Any]]:
+    """What a line each tells of the engines."""
+    told = [attrs.asdict(state) for state in states]
+    for first in range(0, len(told), STATES_PER_LINE):
+        yield {"states": told[first : first + STATES_PER_LINE]}
 
 
 if __name__ == "__main__":

@@ -178,6 +178,7 @@ class EngineCoreClient(UtilityMethods):
         await self.driver.wait_turn()
         if self.driver.lacks_facts(request):
             await self.driver.prepare(request)
+        (request,) = await self.driver.own_arrays([request])
         params = request.sampling_params
         stream = OutputStream(request.request_id, None if params is None else params.max_tokens)
         self.driver.submit(request, stream)

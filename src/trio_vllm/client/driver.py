@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from time import perf_counter
@@ -13,6 +13,7 @@ import trio
 
 from trio_vllm.client.core import ClientStatistics, FrontendCore
 from trio_vllm.client.engines import QueuedMessage
+from trio_vllm.client.large_arrays import with_own_arrays
 from trio_vllm.client.learning import Learner
 from trio_vllm.client.streams import Sink
 from trio_vllm.client.utility_calls import UTILITY_TIMEOUT
@@ -114,6 +115,12 @@ class CoreDriver:
           Nothing has happened.
         """
         await self._turns.wait()
+
+    async def own_arrays(  # noqa: ASYNC910
+        self, requests: Sequence[EngineCoreRequest]
+    ) -> Sequence[EngineCoreRequest]:
+        """Give requests with the same arrays as they are sent; see `with_own_arrays`."""
+        return await with_own_arrays(requests)
 
     def submit(self, request: EngineCoreRequest, sink: Sink) -> None:
         """Send a request whose outputs go to ``sink``.

@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import pickle
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import attrs
 
@@ -87,6 +89,21 @@ class CacheScope:
     lora_path: str = ""
     multimodal: tuple[MultiModalSpan, ...] = ()
     """In the order of their offsets."""
+    _offsets: tuple[int, ...] = attrs.field(
+        default=attrs.Factory(
+            lambda self: tuple(span.offset for span in self.multimodal), takes_self=True
+        ),
+        init=False,
+        eq=False,
+        repr=False,
+    )
+    _reaches: tuple[int, ...] = attrs.field(
+        default=attrs.Factory(lambda self: _reaches(self.multimodal), takes_self=True),
+        init=False,
+        eq=False,
+        repr=False,
+    )
+    """How far each input, or one before it, reaches: this grows, and so can be searched."""
 
     def extra_keys(self, start: int, end: int) -> ExtraKeys | None:
         """The extra keys of the block of the tokens from ``start`` to ``end``."""
@@ -95,14 +112,19 @@ class CacheScope:
         keys: list[tuple[str | int | bytes, ...]] = []
         if self.lora_name is not None:
             keys.append(("lora", self.lora_name, self.lora_path))
+        near = slice(bisect_right(self._reaches, start), bisect_left(self._offsets, end))
         keys += [
             ("mm", span.identifier, span.offset - start)
-            for span in self.multimodal
-            if span.offset < end and start < span.offset + span.length
+            for span in self.multimodal[near]
+            if start < span.offset + span.length
         ]
         if self.cache_salt and start == 0:
             keys.append(("cache_salt", self.cache_salt))
         return tuple(keys) or None
+
+
+def _reaches(spans: Sequence[MultiModalSpan]) -> tuple[int, ...]:
+    return tuple(accumulate((span.offset + span.length for span in spans), max))
 
 
 PLAIN = CacheScope()

@@ -70,6 +70,12 @@ def _mix(x: U64, y: U64) -> None:
     np.bitwise_xor(x, y, out=x)
 
 
+@functools.cache
+def _multiples() -> U64:
+    """The steps within a tile; 128 KiB, the same for all engines of a process."""
+    return _STEP * np.arange(_TILE, dtype=np.uint64)
+
+
 class TokenSource:
     """Draws tokens of one vocabulary.
 
@@ -79,7 +85,7 @@ class TokenSource:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._factor = np.uint64(vocab_size)
-        self._multiples: U64 = _STEP * np.arange(_TILE, dtype=np.uint64)
+        self._multiples = _multiples()
         self._room: U64 = np.empty((2, _TILE), np.uint64)
 
     def fill(self, out: npt.NDArray[Any], keys: U64, firsts: U64) -> None:

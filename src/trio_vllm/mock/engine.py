@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 
 import attrs
 
@@ -348,8 +348,20 @@ class MockEngine:
             return self.refuse_undecodable(frames, error, now)
         return self.take(message, now)
 
-    def take(self, message: EngineMessage, now: float) -> list[Outgoing]:
-        """Take a message like `handle` that is decoded."""
+    def hash_prompt(self, message: EngineMessage) -> Generator[None, None, list[bytes]]:
+        """Compute what `take` may be given with a message; yields whenever others should have a turn.
+
+        For a request that is the block hashes of its prompt. Otherwise they are computed as it is
+        scheduled, which may take a fraction of a second.
+        """
+        if not isinstance(message, EngineCoreRequest):
+            return []
+        return (yield from self._scheduler.hash_prompt(message))
+
+    def take(
+        self, message: EngineMessage, now: float, hashes: list[bytes] | None = None
+    ) -> list[Outgoing]:
+        """Take a message like `handle` that is decoded; see `hash_prompt` for the ``hashes``."""
         if self.is_deaf:
             return []
         self._begin(now)
@@ -357,7 +369,7 @@ class MockEngine:
             return self._die(death)
         match message:
             case EngineCoreRequest():
-                return self._add(message, now)
+                return self._add(message, now, hashes)
             case AbortRequests():
                 return self._abort(message.request_ids, now)
             case UtilityRequest():
@@ -462,7 +474,9 @@ class MockEngine:
 
     # Requests coming ----------------------------------------------------------------------------
 
-    def _add(self, wire: EngineCoreRequest, now: float) -> list[Outgoing]:
+    def _add(
+        self, wire: EngineCoreRequest, now: float, hashes: list[bytes] | None
+    ) -> list[Outgoing]:
         if wire.client_index >= self._client_count:
             return self._ignore_unreachable(wire.client_index, f"request {wire.request_id!r}")
         if self._is_shutting_down:
@@ -470,8 +484,12 @@ class MockEngine:
                 self._replies.ended(wire.client_index, [wire.request_id], FinishReason.ABORT, now)
             ]
         replies: list[Outgoing] = []
+        is_queued = self._scheduler.get(wire.request_id) is not None  # behind an earlier chunk
         if not self._take_in(wire, now, replies):
             return replies
+        request = self._scheduler.get(wire.request_id)
+        if hashes and not is_queued and request is not None and request.scheduled is not None:
+            request.scheduled.table.hashes = hashes
         if wire.lora_request is not None:
             self._control.use_adapter(wire.lora_request)
         if self._wave is not None:

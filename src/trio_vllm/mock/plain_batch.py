@@ -135,6 +135,8 @@ class RowMaker:
             for rows in _slices(*made.token_ids.shape):
                 self._logprobs.fill_prompt(made, key, prompt, rows)
                 yield (rows.stop - rows.start) * made.token_ids.shape[1]
+            # What is read-only is lent to ØMQ, not copied.
+            made.token_ids.flags.writeable = made.logprobs.flags.writeable = False
             output.new_prompt_logprobs_tensors = made
         if extras.prompt_logprob_token_ids is not None:
             token_ids = extras.prompt_logprob_token_ids
@@ -142,12 +144,14 @@ class RowMaker:
             for rows in _slices(*token_ids.shape):
                 self._logprobs.fill_prompt_token_ids(values, key, prompt, token_ids, rows)
                 yield (rows.stop - rows.start) * token_ids.shape[1]
+            values.flags.writeable = False
             output.prompt_token_id_logprobs = values
         if extras.pooling is not None:
             vectors = self._pooler.empty(extras.pooling, count)
             for rows in _slices(*vectors.shape):
                 self._pooler.fill(vectors, key, extras.pooling, rows)
                 yield (rows.stop - rows.start) * vectors.shape[1]
+            vectors.flags.writeable = False
             output.pooling_output = Tensor.from_numpy(
                 self._pooled(request, extras.pooling, vectors)
             )
@@ -208,13 +212,11 @@ class PlainBatch:
             if not self._is_due(member):
                 continue
             if member.prefill is not None:
-                numbers += _advance(member.prefill, SLICE_NUMBERS - numbers)
+                numbers += advance(member.prefill, SLICE_NUMBERS - numbers)
                 if not member.request.is_prefilled:
                     continue
                 member.prefill = None
-            numbers += ROW_COST
-            if member.width:
-                numbers += LOGPROBS_COST + self._width * self._chunk_size
+            numbers += row_cost(member, self._width * self._chunk_size)
             before = member.emitted
             builder = builder_for(member.request.client_index)
             self._maker.sample(member, self._width)
@@ -242,10 +244,15 @@ class PlainBatch:
         request.emitted = self._members.pop(request.request_id).emitted
 
 
-def _advance(prefill: Iterator[int], limit: int) -> int:
-    """Go on with a prefill until it has made ``limit`` numbers or more; how many it has made."""
+def row_cost(member: PlainMember, width: int) -> int:
+    """What a row counts for in a slice, with so many log probabilities if it has any."""
+    return ROW_COST + (LOGPROBS_COST + width if member.width else 0)
+
+
+def advance(work: Iterator[int], limit: int) -> int:
+    """Go on with what is made in slices until that is ``limit`` numbers or more; how many it was."""
     numbers = 0
-    for made in prefill:
+    for made in work:
         numbers += made
         if numbers >= limit:
             break

@@ -316,16 +316,9 @@ def _scheduled(wire: EngineCoreRequest, prompt_len: int) -> ScheduledRequest:
     lora = wire.lora_request
     is_embeds = wire.prompt_token_ids is None
     params = wire.sampling_params or wire.pooling_params
-    scope = CacheScope(
-        # Embeddings are not hashed: each prompt of them is like no other.
-        cache_salt=wire.request_id if is_embeds else wire.cache_salt,
-        lora_name=None if lora is None else lora.lora_name,
-        lora_path="" if lora is None else lora.lora_path,
-        multimodal=_multimodal(wire),
-    )
     table = BlockTable(
         array("I", bytes(4 * prompt_len) if is_embeds else wire.prompt_token_ids or ()),
-        PLAIN if scope == PLAIN else scope,
+        cache_scope(wire),
         lora_id=None if lora is None else lora.lora_int_id,
         session_id=wire.session_id,
         skip_reading_prefix_cache=bool(params and params.skip_reading_prefix_cache),
@@ -337,6 +330,19 @@ def _scheduled(wire: EngineCoreRequest, prompt_len: int) -> ScheduledRequest:
         priority=wire.priority,
         arrival_time=wire.arrival_time,
     )
+
+
+def cache_scope(wire: EngineCoreRequest) -> CacheScope:
+    """What shapes the blocks of a request besides its tokens."""
+    lora = wire.lora_request
+    scope = CacheScope(
+        # Embeddings are not hashed: each prompt of them is like no other.
+        cache_salt=wire.request_id if wire.prompt_token_ids is None else wire.cache_salt,
+        lora_name=None if lora is None else lora.lora_name,
+        lora_path="" if lora is None else lora.lora_path,
+        multimodal=_multimodal(wire),
+    )
+    return PLAIN if scope == PLAIN else scope
 
 
 def _multimodal(wire: EngineCoreRequest) -> tuple[MultiModalSpan, ...]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from functools import partial
 
 import attrs
@@ -27,7 +27,9 @@ from trio_vllm.mock.encoding import COORDINATOR, Outgoing
 from trio_vllm.mock.engine import MockEngine
 from trio_vllm.protocol import (
     ENGINE_CORE_DEAD,
+    AbortRequests,
     Buffer,
+    EngineMessage,
     Frames,
     decode_coordinator_broadcast,
     decode_engine_message_in_pieces,
@@ -42,6 +44,10 @@ STEPS = 32
 
 INPUT_LIMIT = 256
 """Messages received at a time."""
+
+
+ABORTS_AT_ONCE = 256
+"""Requests aborted without a turn for others: some 2 ms."""
 
 
 @attrs.frozen(kw_only=True)
@@ -181,11 +187,24 @@ class EngineRunner:
         except DecodeError as error:
             messages = self.engine.refuse_undecodable(frames, error, self._clock())
         else:
-            messages = self.engine.take(message, self._clock())
+            messages = yield from self._take(message)
         if messages:
             self.post(messages)
         if self.engine.death is not None:
             self._note_death()
+
+    def _take(self, message: EngineMessage) -> Generator[None, None, list[Outgoing]]:
+        """Let the engine take a message, in slices if that takes long."""
+        engine, clock = self.engine, self._clock
+        if not isinstance(message, AbortRequests):
+            hashes = yield from engine.hash_prompt(message)
+            return engine.take(message, clock(), hashes)
+        messages: list[Outgoing] = []
+        for start in range(0, len(message.request_ids), ABORTS_AT_ONCE):
+            some = message.request_ids[start : start + ABORTS_AT_ONCE]
+            messages += engine.take(AbortRequests(some), clock())
+            yield
+        return messages
 
     def _note_death(self) -> None:
         """Close the connections of the thread that has died."""

@@ -128,6 +128,7 @@ class _Service:
     """Engines that have not joined a frontend since the start."""
     _has_joined: bool = attrs.field(default=False, init=False)
     """Whether a frontend has answered any of them."""
+    _sessions: set[_Session] = attrs.field(factory=set, init=False)
     _losses: int = attrs.field(default=0, init=False)
     """Engines whose frontend has gone since garbage was collected."""
     _failure: Exception | None = attrs.field(default=None, init=False)
@@ -144,7 +145,7 @@ class _Service:
         log.info(
             "%s: joining the frontend at %s", options.engines_in_words, options.handshake_address
         )
-        async with trio.open_nursery() as nursery:
+        async with running(self._report, self._end_sessions), trio.open_nursery() as nursery:
             for engine_index in sorted(self._missing):
                 nursery.start_soon(self._guard, engine_index, nursery.cancel_scope)
         if self._failure is not None:
@@ -205,14 +206,11 @@ class _Service:
 
     async def _serve_frontend(self, engine_index: int, feeds: _Feeds) -> str | None:
         """Join a frontend and serve it; gives which address has gone, None after a shutdown."""
-        session = _Session(self._options.shutdown_timeout, self._limits.last_outputs_time)
-        with session.scope:
-            async with (
-                running(
-                    partial(session.end_on, self._shutdown),
-                    partial(self._report, engine_index, session),
-                ),
-                join_frontend(
+        session = _Session()
+        self._sessions.add(session)
+        try:
+            with session.scope:
+                async with join_frontend(
                     self._options.handshake_address,
                     engine_index=engine_index,
                     ready_response=partial(self._ready_response, engine_index),
@@ -220,9 +218,11 @@ class _Service:
                     heartbeat_timeout=self._options.heartbeat_timeout,
                     output_high_water_mark=self._limits.output_high_water_mark,
                     lingers=self._limits.lingers,
-                ) as channels,
-            ):
-                await self._serve(engine_index, self._tap(engine_index, channels), session, feeds)
+                ) as channels:
+                    tapped = self._tap(engine_index, channels)
+                    await self._serve(engine_index, tapped, session, feeds)
+        finally:
+            self._sessions.discard(session)
         if session.lost_address is not None and session.death is not None:
             # It would come back to life if it joined the next one.
             raise EngineDeadError(engine_index, f"the frontend has gone after {session.death}")
@@ -244,14 +244,30 @@ class _Service:
             dp_stats_address=init.addresses.frontend_stats_publish_address,
         )
 
-    async def _report(self, engine_index: int, session: _Session) -> None:
+    async def _report(self) -> None:
         """Task: say from time to time that there is no frontend."""
         await trio.lowlevel.checkpoint()
-        while session.runner is None:
+        while self._missing:
             await trio.sleep(self._limits.report_interval)
-            if engine_index == min(self._missing, default=None) and session.runner is None:
+            if self._missing and not self._shutdown.is_set():
                 address = self._options.handshake_address
-                log.info("engine %d: still joining the frontend at %s", engine_index, address)
+                log.info("engine %d: still joining the frontend at %s", min(self._missing), address)
+
+    async def _end_sessions(self) -> None:
+        """Task: end all sessions in order when that is asked for."""
+        await self._shutdown.wait()
+        patience = self._options.shutdown_timeout
+        self._shut_down(drain=patience > 0)
+        if patience:
+            await trio.sleep(patience)
+            self._shut_down(drain=False)
+        await trio.sleep(self._limits.last_outputs_time)
+        for session in list(self._sessions):
+            session.scope.cancel(reason="the frontend does not take the last outputs")
+
+    def _shut_down(self, *, drain: bool) -> None:
+        for session in list(self._sessions):
+            session.shut_down(drain=drain)
 
     async def _serve(
         self,
@@ -331,12 +347,10 @@ class _Feeds:
             self._side_channel.tell(engine.pop_fetched())
 
 
-@attrs.define
+@attrs.define(eq=False)
 class _Session:
     """One engine's time with one frontend."""
 
-    _shutdown_timeout: float
-    _last_outputs_time: float
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope, init=False)
     runner: EngineRunner | None = attrs.field(default=None, init=False)
     """Set once the frontend is joined."""
@@ -350,17 +364,12 @@ class _Session:
         self.lost_address = disconnect.address
         self.scope.cancel(reason="the frontend has gone")
 
-    async def end_on(self, shutdown: trio.Event) -> None:
-        """Task: end this session in order when that is asked for."""
-        await shutdown.wait()
+    def shut_down(self, *, drain: bool) -> None:
+        """End it in order."""
         if self.runner is None:
             self.scope.cancel(reason="shut down before a frontend was joined")
-            return
-        self.runner.shut_down(drain=self._shutdown_timeout > 0)
-        await trio.sleep(self._shutdown_timeout)
-        self.runner.shut_down(drain=False)
-        await trio.sleep(self._last_outputs_time)
-        self.scope.cancel(reason="the frontend does not take the last outputs")
+        else:
+            self.runner.shut_down(drain=drain)
 
 
 async def serve_in_memory(  # noqa: ASYNC910 (serving is a checkpoint)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 
 from trio_vllm.mock.block_hashes import DEFAULT_SEED, BlockHasher, BlockKeys
@@ -27,8 +27,8 @@ from trio_vllm.mock.events import ScheduleCounts
 from trio_vllm.mock.kv_cache import KvCache
 from trio_vllm.mock.kv_events import KvCacheEvent
 from trio_vllm.mock.lineup import Lineup, Member, Share
-from trio_vllm.mock.plain_batch import RowMaker
-from trio_vllm.mock.request import Request
+from trio_vllm.mock.plain_batch import SLICE_NUMBERS, RowMaker, advance, row_cost
+from trio_vllm.mock.request import Request, cache_scope
 from trio_vllm.mock.scheduled_request import RequestStatus, ScheduledRequest
 from trio_vllm.mock.scheduling import (
     ONE_TOKEN,
@@ -42,7 +42,7 @@ from trio_vllm.mock.spread import Acceptance
 from trio_vllm.mock.times import RequestTimes, StepTimes
 from trio_vllm.mock.token_rows import TokenRows
 from trio_vllm.mock.unlimited import MAX_LAG, Counts, Paused
-from trio_vllm.protocol import EventType, PrefillStats, SchedulerStats
+from trio_vllm.protocol import EngineCoreRequest, EventType, PrefillStats, SchedulerStats
 
 
 def _scheduler_config(config: MockEngineConfig) -> SchedulerConfig:
@@ -101,6 +101,8 @@ class SimulatedScheduler:
         self._times = StepTimes.of(config)
         self._in_hand: Step | None = None
         self._due = 0.0
+        self._sampling: Iterator[int] | None = None  # of the step in hand, if it has begun
+        self._sampled: dict[ScheduledRequest, Sampled] = {}
         self._lost = 0.0
         self._resets_at_end = False  # what resets the cache waits for the end of the step
         self._rows = TokenRows(config.vocab_size, source)
@@ -111,6 +113,7 @@ class SimulatedScheduler:
         self._members: dict[str, Member] = {}
         self._by_scheduled: dict[ScheduledRequest, Member] = {}
         self._lineup = Lineup(self._rows)
+        self._plain_count = 0  # requests whose rows are objects
         self._is_exact = True  # all that were scheduled for the step in hand still run
         self._stats: SchedulerStats | None = None
         self._encoder = SchedulerStatsEncoder()
@@ -165,6 +168,13 @@ class SimulatedScheduler:
         """All of them, in the order in which they came."""
         return [member.request for member in self._members.values()]
 
+    def hash_prompt(self, wire: EngineCoreRequest) -> Generator[None, None, list[bytes]]:
+        """Compute the block hashes of a prompt; yields whenever others should have a turn."""
+        prompt = wire.prompt_token_ids or ()
+        if len(prompt) >= self._config.max_model_len:  # is refused
+            return []
+        return (yield from self._cache.hash_blocks(prompt, cache_scope(wire)))
+
     def add(self, request: Request, now: float) -> None:
         """Let a request wait for its turn."""
         scheduled = request.scheduled
@@ -175,6 +185,7 @@ class SimulatedScheduler:
             member.slot = self._rows.add(request, scheduled.table.token_ids)
         else:
             member.plain = self._maker.member(request)
+            self._plain_count += 1
         self._members[request.request_id] = self._by_scheduled[scheduled] = member
         if scheduled.transfer is not None:
             scheduled.transfer_time = self._request_times.of_transfer(request.key)
@@ -196,6 +207,7 @@ class SimulatedScheduler:
         del self._members[request.request_id], self._by_scheduled[member.scheduled]
         if member.plain is not None:
             request.emitted = member.plain.emitted
+            self._plain_count -= 1
         elif member.slot is not None:
             request.emitted = request.end - self._rows.remove(member.slot)
 
@@ -256,17 +268,16 @@ class SimulatedScheduler:
         finished: list[Request] = []
         step, begin = self._in_hand, now
         if step is not None:
-            if now < self._due or self._is_stalled:
+            if now < self._due or self._is_stalled or not self._is_sampled(step):
                 return finished
             begin = self._keep_pace(self._due, now)
-            self._in_hand = None
             finished = self._end(step, builder_for)
         if self.has_work:
             following = self._scheduler.schedule(now)
             duration = self._times.duration(following)
-            if duration or step is not None:  # a message has the rows of one step
-                self._in_hand, self._due = following, begin + duration
-            else:
+            self._in_hand, self._due = following, begin + duration
+            # A message has the rows of one step.
+            if step is None and not duration and self._is_sampled(following):
                 finished = self._end(following, builder_for)
         return finished
 
@@ -281,16 +292,30 @@ class SimulatedScheduler:
         lost, self._lost = self._lost, 0.0
         return lost
 
-    def _end(self, step: Step, builder_for: Callable[[int], MessageBuilder]) -> list[Request]:
-        """Make the rows of a step, and let the scheduler know."""
+    def _is_sampled(self, step: Step) -> bool:
+        """Go on with what the rows of the step in hand get, for a slice; whether that is all of it."""
+        if not self._plain_count:
+            return True
+        if self._sampling is None:
+            self._follow(step)
+            self._sampling = self._sample_plain(step, [*self._lineup.plain.members])
+        return advance(self._sampling, SLICE_NUMBERS) < SLICE_NUMBERS
+
+    def _follow(self, step: Step) -> list[ScheduledRequest]:
+        """Lay out the rows of a step, and give their requests; some may have been aborted since it began."""
         rows = step.rows
         if not self._is_exact:
             rows = [request for request in rows if request.status is RequestStatus.RUNNING]
-        self._is_exact = True
         self._lineup.follow(rows, self._by_scheduled)
+        return rows
+
+    def _end(self, step: Step, builder_for: Callable[[int], MessageBuilder]) -> list[Request]:
+        """Make the rows of the step in hand, and let the scheduler know."""
+        rows = self._follow(step)
+        self._is_exact = True
         shares = [*self._lineup.shares.items()]
         lasts = [self._rows.advance(share.layout) for _, share in shares]
-        sampled = self._sample_plain(step)
+        sampled, self._sampled, self._sampling, self._in_hand = self._sampled, {}, None, None
         finished = [
             share.members[place]
             for (_, share), last in zip(shares, lasts, strict=True)
@@ -302,7 +327,8 @@ class SimulatedScheduler:
             self._write(share, last, extras, builder_for(client_index))
         self._write_plain(extras, builder_for)
         self._count(extras)
-        self.tokens_made += len(rows) + sum(got.num_delivered - 1 for got in sampled.values())
+        more = sum(sampled[one].num_delivered - 1 for one in rows if one in sampled)
+        self.tokens_made += len(rows) + more
         if events := self._cache.take_events():
             self._kv_events.append(events)
         self._make_stats(step)
@@ -322,7 +348,8 @@ class SimulatedScheduler:
         layout = share.layout
         data = bytes(layout.buffer)
         told = (share.find(self._by_scheduled[request].seat) for request in extras)
-        special = {*last, *(place for place in told if place is not None)}
+        lasts = set(last)
+        special = lasts.union(place for place in told if place is not None)
         done = written = 0
         for place in sorted(special):
             member = share.members[place]
@@ -331,7 +358,7 @@ class SimulatedScheduler:
                 builder.add(data[written:start], place - done)
             events, prefill = _told(extras.get(member.scheduled))
             stats = None if prefill is None else pack_prefill_stats(prefill)
-            is_last = place in last
+            is_last = place in lasts
             builder.add(
                 row_with(data[start + 1 : end], member.request, events, stats, final=is_last)
             )
@@ -341,24 +368,23 @@ class SimulatedScheduler:
         if done < len(layout):
             builder.add(data[written:], len(layout) - done)
 
-    def _sample_plain(self, step: Step) -> dict[ScheduledRequest, Sampled]:
-        """Give tokens to the rows that are objects; which of them got not just one."""
-        members = self._lineup.plain.members
+    def _sample_plain(self, step: Step, members: Sequence[Member]) -> Iterator[int]:
+        """Give tokens to the rows that are objects; yields how many numbers each slice has made."""
         width = max((member.plain.width for member in members if member.plain), default=0)
-        sampled: dict[ScheduledRequest, Sampled] = {}
         for member in members:
-            plain = member.plain
+            plain, scheduled = member.plain, member.scheduled
             assert plain is not None
             if plain.prefill is not None:
-                for _ in plain.prefill:
-                    pass
+                yield from plain.prefill
                 plain.prefill = None
-            got = self._verify(member.request, plain.emitted, step.drafts.get(member.scheduled))
+            if scheduled.status is not RequestStatus.RUNNING:  # aborted in between
+                continue
+            got = self._verify(member.request, plain.emitted, step.drafts.get(scheduled))
             self._maker.sample(plain, width, got.num_delivered)
-            member.scheduled.table.token_ids.extend(plain.output.new_token_ids)
+            scheduled.table.token_ids.extend(plain.output.new_token_ids)
             if got is not ONE_TOKEN:
-                sampled[member.scheduled] = got
-        return sampled
+                self._sampled[scheduled] = got
+            yield row_cost(plain, width * got.num_delivered)
 
     def _verify(self, request: Request, emitted: int, num_drafts: int | None) -> Sampled:
         """What a request gets that has draft tokens: those accepted and one more."""
@@ -455,7 +481,8 @@ class TimedRequests(SimulatedScheduler):
     @property
     def has_work(self) -> bool:
         """Whether a row is withheld, or something can be scheduled."""
-        return (bool(self._dues) or self._scheduler.has_work) and not self._is_stalled
+        has_rows = bool(self._dues) or self._in_hand is not None
+        return (has_rows or self._scheduler.has_work) and not self._is_stalled
 
     def begin(self, now: float) -> None:
         """A message came: perhaps a request that can be admitted."""
@@ -473,7 +500,7 @@ class TimedRequests(SimulatedScheduler):
 
     def due(self, now: float) -> float:
         """When the next row is due, or a transfer of blocks is over."""
-        if self._is_eager:
+        if self._is_eager or self._in_hand is not None:
             return now
         if not self._dues:
             return self._scheduler.due(now)
@@ -495,24 +522,28 @@ class TimedRequests(SimulatedScheduler):
         if not self.has_work:
             self._is_eager = False
             return finished
-        due = bool(self._dues) and self._first_due <= now
-        if due:
-            step = self._step_of_due(now)
-            self._unscheduled.update(step.rows)  # those that end leave it
+        step = self._in_hand = self._in_hand or self._step_of_due(now)
+        if step is not None:
+            if not self._is_sampled(step):
+                return finished
             finished = self._end(step, builder_for)
+            running = RequestStatus.RUNNING
+            self._unscheduled.update(one for one in step.rows if one.status is running)
         self._is_eager, self._looked_at = False, now
         if self._scheduler.has_work:
-            self._schedule(now, keep_stats=due)
+            self._schedule(now, keep_stats=step is not None)
         return finished
 
-    def _step_of_due(self, now: float) -> Step:
-        """A step with just the rows that are due."""
+    def _step_of_due(self, now: float) -> Step | None:
+        """A step with just the rows that are due, if any are."""
         due: list[ScheduledRequest] = []
         while (time := self._first_due) <= now:
             request = heappop(self._order)[2]
             del self._dues[request]
             self._last[request] = self._keep_pace(time, now)
             due.append(request)
+        if not due:
+            return None
         step = Step(now, 0, 0.0)
         step.rows = step.individual_rows = sorted(due, key=lambda request: request.seat)
         return step

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from itertools import islice
 from typing import Literal
 
 import attrs
@@ -22,13 +23,16 @@ from trio_vllm.mock.fast_batch import FastBatch
 from trio_vllm.mock.kv_events import KvCacheEvent
 from trio_vllm.mock.plain_batch import PlainBatch
 from trio_vllm.mock.request import Request
-from trio_vllm.protocol import EventType, PrefixCacheStats, SchedulerStats
+from trio_vllm.protocol import EngineCoreRequest, EventType, PrefixCacheStats, SchedulerStats
 
 Counts = tuple[int, int]
 """Requests running and waiting."""
 
 Paused = Literal["no", "new", "all"]
 """Whether waiting requests are held back (``new``), or running ones as well (``all``)."""
+
+STARTS_AT_ONCE = 4096
+"""Requests that one step may start, which takes it some 5 µs for each; more go on with the next step."""
 
 MAX_LAG = 0.1
 """Seconds that steps may be late and still be made up for."""
@@ -140,6 +144,11 @@ class UnlimitedScheduler:
     def unfinished(self) -> list[Request]:
         """All of them, in the order in which they came."""
         return list(self._unfinished.values())
+
+    def hash_prompt(self, _: EngineCoreRequest) -> Generator[None, None, list[bytes]]:
+        """Nothing is cached."""
+        yield from ()
+        return []
 
     def add(self, request: Request, now: float) -> None:
         """Let a request wait for its first step."""
@@ -276,7 +285,8 @@ class UnlimitedScheduler:
 
     def _startable(self) -> list[Request]:
         waiting = self._waiting.values()
-        return [request for request in waiting if request.client_index not in self._held]
+        ready = (request for request in waiting if request.client_index not in self._held)
+        return list(islice(ready, STARTS_AT_ONCE))
 
     def pop_kv_events(self) -> list[list[KvCacheEvent]]:
         """Nothing is cached."""

@@ -301,8 +301,10 @@ TOKEN_IDS_AT_ONCE = 5_000
 def decode_engine_message_in_pieces(frames: Frames) -> Generator[None, None, EngineMessage]:
     """Decode like `decode_engine_message`; yields whenever others should have a turn.
 
-    That is while a long prompt is unpacked.
+    That is while a long prompt is unpacked, or many ids to be aborted.
     """
+    if len(frames) == 2 and frames[0] == _ABORT and len(frames[1]) >= LARGE:
+        return (yield from _decode_ids_in_pieces(frames))
     try:
         prompt = yield from _find_prompt(frames)
     except CodecError as error:
@@ -319,6 +321,23 @@ def decode_engine_message_in_pieces(frames: Frames) -> Generator[None, None, Eng
         ) from token_ids
     request.prompt_token_ids = token_ids
     return request
+
+
+def _decode_ids_in_pieces(frames: Frames) -> Generator[None, None, EngineMessage]:
+    """Decode a large ABORT message."""
+    payload = frames[1]
+    request_ids: list[str] = []
+    count, first = array_at(payload, 0) or (0, 0)
+    try:
+        pieces, end = yield from split(payload, first, count, TOKEN_IDS_AT_ONCE)
+        for piece in pieces:
+            request_ids += _REQUEST_IDS.decode(piece.unpack(), ())
+            yield
+    except CodecError:
+        end = 0
+    if end != len(payload):  # which raises the same as for a small one
+        return decode_engine_message(frames)
+    return AbortRequests(request_ids)
 
 
 def _find_prompt(

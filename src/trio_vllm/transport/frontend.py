@@ -324,15 +324,16 @@ def _limits_of(mode: HandshakeOwner | Bootstrapped) -> StartupLimits:
 
 
 VANISHED_HOST_TIMEOUT = 30
-"""Seconds after which the connection to a host counts as broken that answers TCP no more."""
+"""Seconds within which the connection to a host counts as broken that answers TCP no more."""
 
 KEEPALIVE: dict[int, int | bytes] = {
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: VANISHED_HOST_TIMEOUT // 3,
     zmq.TCP_KEEPALIVE_INTVL: VANISHED_HOST_TIMEOUT // 6,
-    zmq.TCP_KEEPALIVE_CNT: 4,
-    # The same while something is under way, when keepalive is silent.
-    zmq.TCP_MAXRT: VANISHED_HOST_TIMEOUT * 1000,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+    # The same while something is under way, when keepalive is silent. Linux also ends a silent connection at
+    # the first probe after this time, whatever the number above: at the third one, 25 s after the last answer.
+    zmq.TCP_MAXRT: VANISHED_HOST_TIMEOUT * 800,
 }
 
 SMALL_MESSAGES_ONLY: dict[int, int | bytes] = {zmq.RCVHWM: 10, zmq.MAXMSGSIZE: 1 << 16}

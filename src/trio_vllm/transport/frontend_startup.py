@@ -186,13 +186,23 @@ class StartupRun:
         while True:
             for frames, connection in await handshake.receive_batch(BATCH):
                 engine_id = self._machine.receive_report(frames)
-                self._restart_deadlines.pop(_sender(frames), None)
+                self._note_return(_sender(frames), is_new=engine_id is not None)
                 if engine_id is not None:
                     connections.identify(connection, engine_id.engine_index)
                     # An engine that left in the meantime is reported as a disconnect, too.
                     with suppress(PeerGoneError):
                         handshake.send_nowait([engine_id, *self._handshake.init])
             self._update_progress()
+
+    def _note_return(self, engine_index: int, *, is_new: bool) -> None:
+        """An engine that has to start again may have done so, or was READY before it left.
+
+        Of one whose other connection broke, a READY that was still under way says nothing.
+        """
+        if engine_index in self._restart_deadlines and (
+            is_new or engine_index not in self._machine.missing(Phase.READY)
+        ):
+            del self._restart_deadlines[engine_index]
 
     async def _watch_handshakes(self) -> None:
         """Task: note which engines leave before they are ready."""

@@ -222,4 +222,6 @@ def heartbeat_options(timeout: float) -> dict[int, int | bytes]:
     if timeout == math.inf:
         return {}
     half = max(round(timeout * 500), 1)  # milliseconds: of sending one, and of waiting for it
-    return {zmq.HEARTBEAT_IVL: half, zmq.HEARTBEAT_TIMEOUT: half}
+    # Heartbeats begin only after the handshake of ZeroMQ, which may take 30 s by itself.
+    handshake = min(2 * half, 30_000)
+    return {zmq.HEARTBEAT_IVL: half, zmq.HEARTBEAT_TIMEOUT: half, zmq.HANDSHAKE_IVL: handshake}

@@ -409,7 +409,11 @@ class OutgoingConnection:
                 self.state = f"{self.address} is open, but says nothing"
             case PeerEventKind.HANDSHAKE_FAILED:
                 self._is_foreign = True
-                self.state = f"who listens at {self.address} does not speak ZeroMQ"
+                # ØMQ says the same of one whose process listens, and takes 30 s to get to it.
+                self.state = (
+                    f"who listens at {self.address} has not answered in ZeroMQ's protocol: another"
+                    " program, or one that is still starting"
+                )
             case PeerEventKind.HANDSHAKE_SUCCEEDED:
                 self._times_open += 1
                 self._is_open = True
