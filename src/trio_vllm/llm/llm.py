@@ -42,6 +42,7 @@ from trio_vllm.llm.request import (
     GenerateRequest,
     PromptRequest,
     RequestIds,
+    check_kind,
     to_engine_requests,
     to_pooling_request,
 )
@@ -294,6 +295,7 @@ class Llm:
         Cancellation:
           Aborts the request.
         """
+        check_kind("generate", request, GenerateRequest)
         generation = await self._begin(request, FINAL_ONLY)
         try:
             await generation.wait_ended()
@@ -313,6 +315,7 @@ class Llm:
         Leaving the block early, for whatever reason, aborts the request. Entering raises what
         `generate` raises before anything was sent, iterating the rest.
         """
+        check_kind("stream", request, GenerateRequest)
         interval = self._stream_interval
         if type(asked := request.sampling_params.stream_interval) is int:  # or it is refused
             interval = max(interval, asked)
@@ -328,6 +331,7 @@ class Llm:
         A task that the model does not support is refused. If the engines have not said what it
         supports as the client was opened, they are asked again now.
         """
+        check_kind("encode", request, EncodeRequest)
         generation = await self._begin(request, FINAL_ONLY)
         try:
             await generation.wait_ended()
@@ -355,11 +359,17 @@ class Llm:
         In place of an output stands the `EngineCoreError` of a request that failed; the others go
         on. Leaving the block aborts what is in flight.
 
+        When no engine is left, no further request is taken, and the iterator raises
+        `EngineDeadError` after the pairs that there are. So what has come is done, and nothing else
+        is: `BatchResults.unanswered` are the requests that were taken without an answer. It is the
+        same with `ClientClosedError` if the client is closed.
+
         Args:
           requests: Taken from one by one, as there is room; may be endless.
           limit: How many requests may be in flight or wait to be taken out of the iterator.
           ordered: Whether the pairs come in the order of the requests, instead of as they end.
-          retries: How often a request is sent again whose engine has died meanwhile.
+          retries: How often a request is sent again whose engine has died meanwhile, if another
+            one lives.
 
         Raises:
           ConfigurationError: ``limit`` or ``retries`` is too small.
@@ -368,7 +378,12 @@ class Llm:
           Aborts what is in flight.
         """
         results = BatchResults(
-            requests, self.generate, limit=limit, ordered=ordered, retries=retries
+            requests,
+            self.generate,
+            self.client,
+            limit=limit,
+            ordered=ordered,
+            retries=retries,
         )
         async with running(results.run):
             yield results

@@ -25,7 +25,7 @@ def _has_class(expected: type) -> Any:
     def validate(request: PromptRequest, attribute: attrs.Attribute[Any], value: object) -> None:
         if not isinstance(value, expected):
             name = expected.__name__.removeprefix("EngineCore")
-            got = f"a {type(value).__name__}"
+            got = _with_article(type(value).__name__)
             raise TypeError(
                 f"{attribute.name} of request {request.request_id!r} must be {name}(…), not {got}"
             )
@@ -77,6 +77,17 @@ class EncodeRequest(PromptRequest):
     """A prompt to pool, into an embedding for example."""
 
     pooling_params: PoolingParams = attrs.field(kw_only=True, validator=_has_class(PoolingParams))
+
+
+def check_kind(method: str, request: object, kind: type[PromptRequest]) -> None:
+    """Refuse what is no request for this method, with a `TypeError`."""
+    if not isinstance(request, kind):
+        wanted, got = _with_article(kind.__name__), _with_article(type(request).__name__)
+        raise TypeError(f"{method} takes {wanted}(...), not {got}")
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
 MAX_COMPLETIONS = 16_384
