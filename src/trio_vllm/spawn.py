@@ -41,7 +41,7 @@ SPAWNED_END = EndTimes(normal=5.0, hurried=0.3)
 """How long spawned engines may take to end; a program that is stopped has a second at most."""
 
 
-@explains_misuse
+@explains_misuse("spawn_engine", instead="trio_vllm.asyncio.spawn_engine")
 @asynccontextmanager
 async def spawn_engine(
     command: Sequence[str],

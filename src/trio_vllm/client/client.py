@@ -156,9 +156,10 @@ class EngineCoreClient(UtilityMethods):
 
     # Requests -----------------------------------------------------------------------------------
 
+    @explains_misuse("client.call", instead="trio_vllm.asyncio.open_llm")
     @asynccontextmanager
     async def call(self, request: EngineCoreRequest) -> AsyncIterator[OutputStream]:
-        """Send a request; the block's value iterates over its outputs.
+        """Send a request; ``async with client.call(request) as outputs`` iterates over them.
 
         Leaving the block early, for whatever reason, aborts the request. What it depends on and is not
         known of the engines yet is found out first; see `CoreDriver.prepare`.
@@ -238,7 +239,7 @@ class EngineCoreClient(UtilityMethods):
 # Opening --------------------------------------------------------------------------------------------
 
 
-@explains_misuse
+@explains_misuse("open_client", instead="trio_vllm.asyncio.open_llm, and its `llm.trio.client`")
 @asynccontextmanager
 async def open_client(
     mode: EngineSource,

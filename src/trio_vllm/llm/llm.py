@@ -170,6 +170,8 @@ class GenerateStream:
                 collector.stop(stop_reason)
 
 
+ASYNCIO_LLM = "the Llm of trio_vllm.asyncio.open_llm"
+
 FINAL_ONLY = 0
 """The delivery interval of a request that is waited for to its end."""
 
@@ -307,9 +309,10 @@ class Llm:
         finally:
             self._end(generation)
 
+    @explains_misuse("llm.stream", instead=ASYNCIO_LLM)
     @asynccontextmanager
     async def stream(self, request: GenerateRequest) -> AsyncIterator[GenerateStream]:
-        """Complete a prompt; the block's value iterates over the deltas.
+        """Complete a prompt; ``async with llm.stream(request) as deltas`` iterates over what is new.
 
         The first token is delivered at once, later ones when ``stream_interval`` of them are there.
         Leaving the block early, for whatever reason, aborts the request. Entering raises what
@@ -345,6 +348,7 @@ class Llm:
         finally:
             self._end(generation)
 
+    @explains_misuse("llm.map", instead=ASYNCIO_LLM)
     @asynccontextmanager
     async def map(
         self,
@@ -354,10 +358,10 @@ class Llm:
         ordered: bool = False,
         retries: int = 0,
     ) -> AsyncIterator[BatchResults[GenerateRequest, GenerateOutput]]:
-        """Complete many prompts; the block's value iterates over pairs of request and output.
+        """Complete many prompts; ``async with llm.map(requests) as results`` iterates over pairs.
 
-        In place of an output stands the `EngineCoreError` of a request that failed; the others go
-        on. Leaving the block aborts what is in flight.
+        A pair is a request and its output. In place of an output stands the `EngineCoreError` of a
+        request that failed; the others go on. Leaving the block aborts what is in flight.
 
         When no engine is left, no further request is taken, and the iterator raises
         `EngineDeadError` after the pairs that there are. So what has come is done, and nothing else
@@ -509,7 +513,7 @@ class Llm:
             observer.request_over(collectors[-1].engine_index, len(collectors), longest)
 
 
-@explains_misuse
+@explains_misuse("open_llm", instead="trio_vllm.asyncio.open_llm")
 @asynccontextmanager
 async def open_llm(
     mode: EngineSource,
