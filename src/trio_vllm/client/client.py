@@ -18,7 +18,7 @@ from trio_vllm.client.core import (
 )
 from trio_vllm.client.driver import CoreDriver
 from trio_vllm.client.engines import EngineInfo, EngineSnapshot, LoadBalancer
-from trio_vllm.client.requests import OutputStream
+from trio_vllm.client.requests import OutputStream, as_request_ids
 from trio_vllm.client.utility_calls import UTILITY_TIMEOUT
 from trio_vllm.client.utility_methods import UtilityMethods
 from trio_vllm.client.waves import WaveFollower, WaveLeader
@@ -175,6 +175,8 @@ class EngineCoreClient(UtilityMethods):
           EngineDeadError: No engine is left.
           ClientClosedError: The client is closed.
         """
+        if not isinstance(request, EngineCoreRequest):
+            raise TypeError(f"call takes an EngineCoreRequest(...), not {type(request).__name__}")
         await self.driver.wait_turn()
         if self.driver.lacks_facts(request):
             await self.driver.prepare(request)
@@ -191,9 +193,7 @@ class EngineCoreClient(UtilityMethods):
 
         Ids that are not in flight are ignored.
         """
-        if isinstance(request_ids, str):
-            raise TypeError("request_ids must be several ids, not a string")
-        self.driver.abort(request_ids)
+        self.driver.abort(as_request_ids(request_ids))
 
     def abort_all(self) -> None:
         """Abort every request in flight."""

@@ -24,7 +24,13 @@ from typing import Any
 import attrs
 import trio
 
-from trio_vllm.client import EngineCoreClient, EngineSource, LoadBalancer, open_client
+from trio_vllm.client import (
+    EngineCoreClient,
+    EngineSource,
+    LoadBalancer,
+    as_request_ids,
+    open_client,
+)
 from trio_vllm.concurrency import Waker, explains_misuse, running
 from trio_vllm.errors import ConfigurationError, copy_error
 from trio_vllm.llm.batch import BatchResults
@@ -398,9 +404,7 @@ class Llm:
         Unknown and finished ids are ignored. Without ids, everything in flight is aborted. The
         callers that wait get the tokens so far, with `FinishReason.ABORT`.
         """
-        if isinstance(request_ids, str):
-            raise TypeError("request_ids must be several ids, not a string")
-        for external_id in list(request_ids) or list(self._generations):
+        for external_id in as_request_ids(request_ids) or list(self._generations):
             for generation in self._generations.get(external_id, ()):
                 self.client.abort([c.request_id for c in generation.collectors])
 
