@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from trio_vllm.mock import MockEngineConfig
 from trio_vllm.testing import mock_engine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -125,6 +126,7 @@ def text(folder: Path) -> None:
 
     words = ["<unk>", "</s>", "hello", "world"]
     tokenizer = Tokenizer(models.WordLevel({w: n for n, w in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.add_special_tokens(["</s>"])
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -133,6 +135,12 @@ def text(folder: Path) -> None:
     with mock_engine(answers={(2,): [2, 3]}) as engines:
         out = run("text", str(folder), "hello", engines.handshake_address)
     assert out.strip() == "hello world", out
+    with mock_engine(MockEngineConfig(output="echo")) as engines:
+        out = run("text", str(folder), "world hello", engines.handshake_address)
+    assert out.strip() == "world hello", out
+    done = start("text", "Qwen/Qwen3-0.6B", "hello")
+    _, log = done.communicate(timeout=60)
+    assert (done.returncode, "is no folder with a tokenizer.json" in log) == (1, True), log
 
 
 def fastapi_app(_: Path) -> None:
