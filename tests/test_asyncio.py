@@ -512,6 +512,36 @@ async def test_a_map_without_engines(address: str) -> None:
 
 
 @on_asyncio
+async def test_a_request_that_comes_as_the_map_ends(address: str) -> None:
+    """What was taken too late to be sent is told, and so is what a cancelled wait had got."""
+    late = request(1, "late")
+
+    async def arriving() -> AsyncIterator[GenerateRequest]:
+        yield request(1, "first")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            yield late
+
+    async with opened(address) as llm:
+        async with llm.map(arriving()) as results:
+            while not llm.statistics().engines[0].totals.output_tokens:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            waiting = asyncio.create_task(anext(results))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            assert [each.request_id for each in results.unanswered] == ["first"]
+            first, _ = await anext(results)
+            await llm.shutdown()
+            with pytest.raises(ClientClosedError):
+                await anext(results)
+            assert results.unanswered == [late]
+
+    assert first.request_id == "first"
+
+
+@on_asyncio
 async def test_a_map_whose_engine_is_killed(address: str) -> None:
     """The command is started again, and answers what was left."""
     command = [sys.executable, "-m", "trio_vllm", "mock-engine", "--step-interval", "2ms"]
