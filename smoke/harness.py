@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ import trio
 from processes import Process, running
 from provision import Peers
 from trio_vllm import GenerateOutput, GenerateRequest, HandshakeOwner, Llm, SamplingParams
+from trio_vllm.spawn import free_port as free_port
 
 PROMPT = (1, 2, 3)
 
@@ -118,14 +118,6 @@ def owner(port: int, **options: Any) -> HandshakeOwner:
 
 
 # Programs -----------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    """A TCP port of the loopback address that nothing listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def our_command(name: str) -> list[str]:

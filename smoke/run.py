@@ -52,6 +52,7 @@ PEER_CHECKS = {
     "python_frontend": REFERENCE,
     "rust_frontend": REFERENCE,
     "metrics": REFERENCE,
+    "kv_transfers": REFERENCE,
     "restart": REFERENCE,
     "schedules": REFERENCE,
 }

@@ -36,10 +36,15 @@ class Allowed:
 PUBLIC_PACKAGES = frozenset({"client", "errors", "llm", "mock", "protocol", "spawn"})
 """What the commands use, like any other program."""
 
-BELOW_CLIENT = frozenset({"transport", "protocol", "errors", "concurrency"})
+FOR_COMMANDS = frozenset({"_help", "concurrency", "endpoint", "monitor", "processes"})
+"""And what is shared with them."""
+
+BELOW_CLIENT = frozenset({"transport", "protocol", "endpoint", "errors", "concurrency"})
 
 RULES = {
     "errors": Allowed(frozenset()),
+    # The form of addresses, for the commands too, which show their help without zmq.
+    "endpoint": Allowed(frozenset({"errors"}), frozenset({"os"})),
     # Logs what a crashed task raised beside the failure that is kept.
     "concurrency": Allowed(frozenset({"errors"}), frozenset({"logging", "trio"})),
     # The wire without IO: frames in, values out, so that any reader of frames can use it.
@@ -50,7 +55,7 @@ RULES = {
     # Knows engines by the client alone, so it cannot depend on how they are connected.
     "llm": Allowed(BELOW_CLIENT - {"transport"} | {"client"}, IMPURE | {"trio"}),
     # An engine core is a function of messages and the time; two modules run it, over any transport.
-    "mock": Allowed(frozenset({"protocol", "errors"}), frozenset({"random"})),
+    "mock": Allowed(frozenset({"protocol", "endpoint", "errors"}), frozenset({"random"})),
     # The command shows its help without numpy and trio.
     "mock/__init__": Allowed(frozenset({"_lazy"})),
     "mock/publishing": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
@@ -72,7 +77,7 @@ RULES = {
     "monitor": Allowed(frozenset({"llm", "errors", "concurrency"}), frozenset({"rich", "trio"})),
     # A user like any other: public packages only, besides the rules for background tasks.
     "cli": Allowed(
-        frozenset({PUBLIC_NAMES, *PUBLIC_PACKAGES, "concurrency", "monitor", "processes"}),
+        frozenset({PUBLIC_NAMES, *PUBLIC_PACKAGES, *FOR_COMMANDS}),
         IMPURE | {"cyclopts", "rich", "trio"},
     ),
     PUBLIC_NAMES: Allowed(frozenset({"_lazy", "llm", "client", "protocol", "errors", "spawn"})),

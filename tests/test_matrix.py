@@ -1,4 +1,4 @@
-"""The tables of faults in ``README.md`` are complete, and what they name exists."""
+"""Checks the tables of faults in ``tests/README.md``: they are complete, and the tests they name exist."""
 
 from __future__ import annotations
 

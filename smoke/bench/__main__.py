@@ -27,7 +27,9 @@ from bench.measure_engine import (
     measure_churn,
     measure_engine_memory,
     measure_idle,
+    measure_pace,
     measure_processes,
+    measure_schedule,
     measure_startup,
 )
 from bench.measure_load import measure_load, measure_round_trip
@@ -37,6 +39,8 @@ from bench.turns import FULL, QUICK, Effort
 BENCHMARKS: dict[str, Callable[[Effort], list[Figure]]] = {
     "burst": measure_burst,
     "churn": measure_churn,
+    "schedule": measure_schedule,
+    "pace": measure_pace,
     "processes": measure_processes,
     "startup": measure_startup,
     "idle": measure_idle,

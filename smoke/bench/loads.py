@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import statistics
 import time
 from collections.abc import Iterator
 
@@ -120,6 +121,48 @@ def churn(frontend: Frontend, concurrency: int, max_tokens: int, seconds: float)
     elapsed = time.perf_counter() - begin
     cpu = cpu_seconds(pids) - cpu
     return Churn(done / elapsed, cpu / done * 1e3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """How regularly tokens came."""
+
+    gaps: list[float]
+    """Seconds between two tokens of a request, of all requests, sorted."""
+    cpu_share: float
+    """Of a core, for the engine's processes."""
+
+    @property
+    def mean(self) -> float:
+        """Of the gaps."""
+        return statistics.fmean(self.gaps)
+
+    @property
+    def p99(self) -> float:
+        """99 % of the gaps are not longer."""
+        return self.gaps[len(self.gaps) * 99 // 100]
+
+
+def pace(frontend: Frontend, concurrency: int, max_tokens: int) -> Pace:
+    """Send so many requests at once, and note when each token comes."""
+    pids = frontend.pids()
+    missing = {frontend.add(max_tokens) for _ in range(concurrency)}
+    last: dict[str, float] = {}
+    gaps: list[float] = []
+    cpu = begin = 0.0
+    while missing:
+        rows = frontend.rows()
+        now = time.perf_counter()
+        for row in rows:
+            if row[0] in last:
+                gaps.append(now - last[row[0]])
+            last[row[0]] = now
+            if finish_reason(row) is not None:
+                missing.discard(row[0])
+        if not begin and len(last) == concurrency:  # the prompts are over
+            cpu, begin = cpu_seconds(pids), now
+    share = (cpu_seconds(pids) - cpu) / (time.perf_counter() - begin)
+    return Pace(sorted(gaps), share)
 
 
 def ping(frontend: Frontend, count: int) -> list[float]:

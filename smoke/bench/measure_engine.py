@@ -5,7 +5,7 @@ import time
 from bench.engines import mock_engine, raw_engine
 from bench.figures import Figure, Target
 from bench.frontend import Command, connected
-from bench.loads import burst, churn
+from bench.loads import burst, churn, pace
 from bench.meters import cpu_seconds, resident_bytes
 from bench.turns import Effort, take_turns
 
@@ -93,6 +93,78 @@ def measure_churn(effort: Effort) -> list[Figure]:
             Target(0.06),
         ),
     ]
+
+
+SCHEDULED = ("--schedule", "--max-num-seqs", "1000", "--max-num-batched-tokens", "8192")
+
+
+def measure_schedule(effort: Effort) -> list[Figure]:
+    """256 requests that are scheduled and cached, all at once and of 128 tokens that come and go."""
+    tokens, seconds = effort.part(2_000_000), 2.0 * effort.scale
+    with (
+        connected("with a schedule", mock_engine(1, *SCHEDULED)) as scheduled,
+        connected("without", mock_engine()) as unlimited,
+    ):
+        bursts = take_turns(
+            effort, lambda: burst(scheduled, 256, tokens), lambda: burst(unlimited, 256, tokens)
+        )
+        churns = take_turns(
+            effort,
+            lambda: churn(scheduled, 256, 128, seconds),
+            lambda: churn(unlimited, 256, 128, seconds),
+        )
+    return [
+        Figure(
+            "scheduled burst of 256: speed",
+            "tokens/s",
+            "more",
+            [sample.tokens_per_second for sample in bursts[0]],
+            "without a schedule",
+            [sample.tokens_per_second for sample in bursts[1]],
+            Target(1e6),
+        ),
+        Figure(
+            "scheduled churn of 256, 128 tokens: speed",
+            "tokens/s",
+            "more",
+            [128 * sample.requests_per_second for sample in churns[0]],
+            "without a schedule",
+            [128 * sample.requests_per_second for sample in churns[1]],
+        ),
+    ]
+
+
+GAP = 0.020
+"""Seconds between two tokens that are asked for."""
+
+
+def measure_pace(effort: Effort) -> list[Figure]:
+    """1,000 streams at 20 ms a token, scheduled and cached: how regular they are, what they cost."""
+    figures: list[Figure] = []
+    for option in ("--inter-token-latency", "--step-time"):
+        command = mock_engine(1, *SCHEDULED, option, "20ms")
+        with connected(f"mock-engine {option}", command) as frontend:
+            # Not fewer tokens with less effort: how late the last one is would weigh more.
+            samples = [pace(frontend, 1000, 250) for _ in range(effort.rounds)]
+        name = f"1,000 streams, {option} 20ms"
+        figures += [
+            Figure(
+                f"{name}: mean gap off by",
+                "%",
+                "less",
+                [abs(sample.mean / GAP - 1) * 100 for sample in samples],
+                target=Target(1.0),
+            ),
+            Figure(f"{name}: P99 gap", "ms", "less", [sample.p99 * 1e3 for sample in samples]),
+            Figure(
+                f"{name}: CPU",
+                "% of a core",
+                "less",
+                [sample.cpu_share * 100 for sample in samples],
+                target=Target(50.0),
+            ),
+        ]
+    return figures
 
 
 def measure_processes(effort: Effort) -> list[Figure]:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from fuzz.framing import join, split
 from fuzz.vectors import Frames, recorded
 from trio_vllm.client.engines import EngineInfo
+from trio_vllm.endpoint import parse_endpoint
 from trio_vllm.errors import ConfigurationError, DecodeError, InvalidFieldError, StartupError
 from trio_vllm.mock import MockEngineConfig
 from trio_vllm.mock.engine import data_parallel_size, ready_response
@@ -26,6 +27,7 @@ from trio_vllm.protocol import (
     StartDpWave,
     UndecodedBatch,
     UtilityRequest,
+    bare_token_ids,
     decode_coordinator_broadcast,
     decode_coordinator_notice,
     decode_coordinator_stats,
@@ -44,13 +46,11 @@ from trio_vllm.protocol import (
     encode_report,
     encode_start_dp_wave,
     encode_utility,
-    plain_token_ids,
 )
 from trio_vllm.protocol.msgpack import unpack
 from trio_vllm.protocol.pieces import array_at, skip
 from trio_vllm.protocol.pieces import split as split_array
 from trio_vllm.protocol.startup import MAX_NOTES
-from trio_vllm.transport.address import parse_endpoint
 from trio_vllm.transport.engine import read_init
 
 MAX_TEXT = 1000
@@ -85,7 +85,7 @@ def _decode_rows(frames: Frames) -> None:
     if not isinstance(batch, UndecodedBatch):
         return
     for row in batch.rows:
-        plain = plain_token_ids(row)
+        plain = bare_token_ids(row)
         try:
             output = batch.decode_row(row)
         except DecodeError as error:

@@ -13,7 +13,7 @@ packages and modules:
 - `trio_vllm.asyncio`: the same from a program on asyncio;
 - `trio_vllm.testing`: mock engines and a frontend double for tests.
 
-`trio_vllm.transport`, `trio_vllm.cli`, `trio_vllm.processes` and `trio_vllm.concurrency` are internal. Each name is imported
+`trio_vllm.transport`, `trio_vllm.endpoint`, `trio_vllm.cli`, `trio_vllm.processes` and `trio_vllm.concurrency` are internal. Each name is imported
 when it is first used, so that importing the package costs nothing and the commands answer fast.
 """
 

@@ -33,23 +33,26 @@ def _field_docs(owner: type) -> dict[str, str]:
     """The docstrings of the fields, by name, in the order of the constructor."""
     found: dict[str, str] = {}
     for cls in reversed(owner.__mro__):
-        found |= _docs_in_source(cls)
+        found |= field_docs_in_source(cls)
     names = [field.name for field in getattr(owner, "__attrs_attrs__", ())]
     return {name: found[name] for name in names if name in found}
 
 
-def _docs_in_source(cls: type) -> dict[str, str]:
+def field_docs_in_source(*classes: type) -> dict[str, str]:
+    """The docstrings of the fields of some classes of one module, by name, from its source."""
     import ast  # noqa: PLC0415  (5 ms that only help needs)
     from itertools import pairwise  # noqa: PLC0415
 
-    path = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    if path is None or not cls.__module__.startswith("trio_vllm"):
+    module = classes[0].__module__
+    path = getattr(sys.modules.get(module), "__file__", None)
+    if path is None or not module.startswith("trio_vllm"):
         return {}
     with open(path, encoding="utf-8") as source:
         tree = ast.parse(source.read())
+    names = {cls.__name__ for cls in classes}
     docs = {}
     for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
+        if isinstance(node, ast.ClassDef) and node.name in names:
             for field, text in pairwise(node.body):
                 match field, text:
                     case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(doc))):

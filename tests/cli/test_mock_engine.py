@@ -245,6 +245,7 @@ def test_profiles_hold_where_nothing_else_is_given(tmp_path: Path) -> None:
         (["--dtype", "int8"], "--dtype"),
         (["--handshake-address", "127.0.0.1:29550"], "--handshake-address"),
         (["--handshake-address", "tcp://127.0.0.1:0"], "--handshake-address"),
+        (["--handshake-address", "tcp://::1:5"], "--handshake-address"),
         (["--shutdown-timeout", "-1"], "--shutdown-timeout"),
         (["--shutdown-timeout", "nan"], "--shutdown-timeout"),
         (["--startup-timeout", "0"], "--startup-timeout"),

@@ -81,6 +81,7 @@ def test_defaults_are_those_of_the_examples(command: str, defaults: dict[str, ob
         (["--handshake-address", "tcp://127.0.0.1"], "tcp://HOST:PORT or ipc://PATH"),
         (["--handshake-address", "tcp://127.0.0.1:0"], "tcp://HOST:PORT or ipc://PATH"),
         (["--handshake-address", "tcp://127.0.0.1:65536"], "tcp://HOST:PORT or ipc://PATH"),
+        (["--handshake-address", "tcp://::1:5"], "write it as tcp://[::1]:5555"),
         (["--handshake-address", "ipc://"], "tcp://HOST:PORT or ipc://PATH"),
         (["--mock", "--engine-count", "0"], "Must be >= 1"),
         (["--mock", "--engine-count", "65537"], "Must be <= 65536"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import trio
-from tests.client.cores import Network, RecordingSink
+from tests.client.cores import CountingWaiter, Network, RecordingSink
 from tests.client.pair import open_pair
 from tests.client.scripted import Failure, scripted_engines
 from tests.client.world import World, hand_driven, make_request, open_world
@@ -241,6 +241,56 @@ def test_documents_follow_their_query() -> None:
     assert [sink.engine_index for sink in [query, *documents]] == [2, 2, 2]
     with pytest.raises(InvalidFieldError, match="is of no query"):
         submit(net, scored("score_doc", "late"))
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "clears"),
+    [
+        ("reset_mm_cache", [], True),
+        ("reset_encoder_cache", [], True),
+        ("collective_rpc", ["reset_encoder_cache", None, [], {}], True),
+        ("collective_rpc", ["check_health", None, [], {}], False),
+        ("pause_scheduler", ["wait"], True),
+        ("pause_generation", ["keep", False], False),
+        ("sleep", [1, "abort"], True),
+        ("sleep", [0, "abort"], False),
+        ("reset_prefix_cache", [], False),
+    ],
+)
+def test_queries_go_with_the_caches(method: str, args: list[Any], clears: bool) -> None:
+    """A document that comes later is refused, or else the engine still has its query."""
+    net = Network(1, MockEngineConfig(supported_tasks=("token_embed",)))
+    submit(net, scored("cache_query", "q"))
+    finish(net)
+    for name, given in ((method, args), ("resume_scheduler", [])):
+        net.client.call_utility(name, given, CountingWaiter())
+        net.send_urgent()
+        finish(net)
+
+    if clears:
+        with pytest.raises(InvalidFieldError, match="is of no query"):
+            submit(net, scored("score_doc", "d"))
+    else:
+        document = submit(net, scored("score_doc", "d"))
+        finish(net)
+        assert document.end is FinishReason.STOP
+
+
+@pytest.mark.parametrize("method", ["pause_scheduler", "reset_mm_cache"])
+def test_query_under_way_counts_no_more_once_caches_are_cleared(method: str) -> None:
+    """Its answer may come first, and a document for it would then kill the engine."""
+    net = Network(1, MockEngineConfig(supported_tasks=("token_embed",)))
+    query = submit(net, scored("cache_query", "q"))
+    net.send()
+    for name in (method, "resume_scheduler"):
+        net.client.call_utility(
+            name, ["wait"] if name == "pause_scheduler" else [], CountingWaiter()
+        )
+        finish(net)
+
+    assert query.end is FinishReason.STOP
+    with pytest.raises(InvalidFieldError, match="is of no query"):
+        submit(net, scored("score_doc", "d"))
 
 
 def chunk(**fields: Any) -> EngineCoreRequest:

@@ -1,4 +1,4 @@
-"""Each rule of upstream between a caller and the wire, what became of it here, and who holds it.
+"""`RULES` lists upstream's rules for requests, what became of each here, and the test that holds it.
 
 Upstream is vLLM 0.33.0. A rule *rewrites* or *refuses*, is kept by the *codec* of its field while
 the request is written, or is *not ours*, with the reason.

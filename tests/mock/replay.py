@@ -82,7 +82,7 @@ class Replay:
         for request in step.rows:
             output = self._outputs[request]
             output += ids.get(request.request_id, [0])
-            request.table.token_ids.append(output[-1])  # type: ignore[attr-defined]
+            request.table.token_ids.append(output[-1])
             if (
                 len(output) >= self._max_tokens[request]
                 or request.num_prompt_tokens + len(output) >= self._max_model_len
@@ -159,7 +159,7 @@ class OracleReplay:
 
     def __init__(self, settings: Json, *, fast_path: bool = True) -> None:
         options = {name: settings[name] for name in settings if name in _CONFIG_FIELDS}
-        self.config = SchedulerConfig(**{**options, "release": tuple(settings["release"])})
+        self.config = SchedulerConfig(**{**options, "vllm_release": tuple(settings["release"])})
         self.cache = KvCache(
             settings["num_blocks"],
             settings["block_size"],
@@ -253,7 +253,7 @@ class OracleReplay:
         num_drafts = step.drafts.get(request, 0)
         num_accepted = made * 7 % (num_drafts + 1)
         delivered = list(islice(self.outputs[request], min(num_accepted + 1, self.left[request])))
-        request.table.token_ids += delivered  # type: ignore[operator]
+        request.table.token_ids += delivered
         self.left[request] -= len(delivered)
         return Sampled(num_accepted, len(delivered))
 

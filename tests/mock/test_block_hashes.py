@@ -7,6 +7,7 @@ import pytest
 from trio_vllm.mock.block_hashes import (
     PLAIN,
     BlockHasher,
+    BlockKeys,
     CacheScope,
     MultiModalSpan,
     encode_cbor,
@@ -75,6 +76,21 @@ def test_hashes_are_those_of_vllm(algorithm: str, expected: str) -> None:
     keys = CacheScope(cache_salt="salt", lora_name="a", lora_path="/a").extra_keys(0, 4)
     first = hasher.hash_block(None, [1, 200, 30000, 4], keys)
     assert hasher.hash_block(first, [5, 6, 7, 8], None).hex() == expected
+
+
+def test_keys_tell_apart_what_hashes_do() -> None:
+    """Other tokens, another parent, other extra keys: another key; else the same one."""
+    keys = BlockKeys()
+    first, salted = keys.hash_block(None, [1, 2], None), (("cache_salt", "a"),)
+    blocks = [
+        first,
+        keys.hash_block(None, [2, 1], None),
+        keys.hash_block(None, [1, 2], salted),
+        keys.hash_block(first, [1, 2], None),
+        keys.hash_block(first, [1, 2], salted),
+    ]
+    assert len({*blocks}) == len(blocks)
+    assert keys.hash_block(None, [1, 2], None) == first
 
 
 def test_seed_changes_all_hashes() -> None:

@@ -131,6 +131,19 @@ def send(driver: Driver, fields: dict[str, Any]) -> None:
     )
 
 
+def test_embeddings_of_no_width_are_no_prompt() -> None:
+    """However many they are, an engine could not compute them: refused or deadly as no prompt is."""
+    for count in (3, 2**40):
+        fields = {"prompt_token_ids": None, "prompt_embeds": ["float32", [count, 0], 1]}
+        mortal, immortal = engine_with(True), engine_with(False)
+        for driver in (mortal, immortal):
+            driver.handle(pack_add(raw_request("bad", **fields), b""))
+        immortal.run()
+
+        assert "an empty prompt" in str(mortal.engine.death)
+        assert immortal.finish_reason("bad") is FinishReason.ERROR
+
+
 def test_each_rule_has_a_test() -> None:
     """The table is whole, here too."""
     assert [rule.name for rule in REQUEST_RULES] == [*BY_REQUEST]

@@ -63,6 +63,19 @@ def last_stats(driver: Driver) -> SchedulerStats:
     return stats_of(driver)[-1]
 
 
+def connector_stats(driver: Driver) -> dict[str, list[float]]:
+    """What was told of transfers, all of it together."""
+    told: dict[str, list[float]] = {}
+    for stats in stats_of(driver):
+        for name, items in (stats.kv_connector_stats or {}).items():
+            told.setdefault(name, []).extend(items)
+    return told
+
+
+FAILURES = ("num_failed_transfers", "num_failed_notifications", "num_failed_handshakes")
+NONE_FAILED: dict[str, list[float]] = {key: [] for key in FAILURES}
+
+
 # The prefill side -------------------------------------------------------------------------------
 
 
@@ -138,6 +151,20 @@ def test_blocks_that_nobody_fetches_are_free_after_a_time() -> None:
 
     assert last_stats(driver).kv_cache_usage == 0.0
     assert not driver.has_work
+
+
+def test_statistics_tell_of_blocks_that_were_not_fetched() -> None:
+    """That their time was over, and of a notification that came later."""
+    driver = engine("prefill", kv_lease_duration=30.0, kv_connector_stats=True)
+    prefill(driver)
+    driver.now += 31.0
+    driver.run()
+    driver.engine.release("p", driver.now)
+    prefill(driver, "q")
+    told = connector_stats(driver)
+    assert told["num_kv_expired_reqs"] == [1]
+    assert told["num_notifications_after_expiry"] == [1]
+    assert told["transfer_duration"] == []
 
 
 def test_a_request_waits_for_blocks_that_are_kept() -> None:
@@ -225,6 +252,28 @@ def test_a_prompt_that_is_fetched_is_not_computed(schedule: bool) -> None:
     assert sum(one.hits for one in found if one is not None) == 50
     assert sum(one.prefix_cache_stats.queries for one in stats_of(driver)) == 50
     assert sum(one.prefix_cache_stats.hits for one in stats_of(driver)) == 0
+
+
+@pytest.mark.parametrize("reports", [True, False])
+@pytest.mark.parametrize("schedule", [True, False])
+def test_statistics_tell_of_what_was_fetched(schedule: bool, reports: bool) -> None:
+    """As vLLM's NIXL connector counts: durations, bytes and descriptors, an item a transfer."""
+    params = prefill(engine("prefill"))
+    time: dict[str, Any] = {"kv_cache_transfer_latency": 2.0} if schedule else {}
+    config = SCHEDULED if schedule else {}
+    driver = drive(pd_role="decode", kv_connector_stats=reports, **config, **time)
+    driver.add("d", 2, prompt_token_ids=PROMPT, params=ask(params))
+    driver.run()
+    expected = {
+        "transfer_duration": [2.0 if schedule else 1e-6],
+        "post_duration": [0.0],
+        "bytes_transferred": [4 * 16 * 131_072],
+        "num_descriptors": [4 * 64],
+        "num_kv_expired_reqs": [],
+        "num_notifications_after_expiry": [],
+        **NONE_FAILED,
+    }
+    assert connector_stats(driver) == (expected if reports else {})
 
 
 def test_a_step_computes_one_token_of_a_prompt_that_was_fetched() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,51 @@ def test_sampled_tokens(wanted: int, columns: int, chunk_size: int) -> None:
                 assert (ids[0], values[0]) == (ids[rank], values[rank])
             if columns == 101:
                 assert math.isclose(1.0, np.exp(values[1:]).sum(), rel_tol=1e-4)
+
+
+OUTPUTS: list[dict[str, Any]] = [
+    {},
+    {"schedule": True},
+    {"output": "prompt"},
+    {"output": "echo"},
+    {"output": "FILE"},
+    {"output_token_chunk_size": 3},
+    {"num_speculative_tokens": 3, "acceptance_rate": 0.7},
+]
+
+
+@pytest.mark.parametrize("config", OUTPUTS, ids=str)
+@pytest.mark.parametrize(("params", "most"), [({"temperature": 0.0}, 1), ({"top_k": 4}, 4)])
+def test_the_sampled_token_is_among_the_candidates(
+    tmp_path: Path, config: dict[str, Any], params: dict[str, Any], most: int
+) -> None:
+    """A greedy request gets the most probable token, whatever the tokens are."""
+    if config.get("output") == "FILE":
+        path = tmp_path / "answers"
+        path.write_text('{"tokens": [5, 5, 900, 7]}\n')
+        config = {**config, "output": str(path)}
+    driver = drive(vocab_size=1000, **config)
+    params = {"logprobs": 5, "prompt_logprobs": 1, "ignore_eos": True, **params}
+    driver.add("a", 200, prompt_token_ids=[*range(50, 250)], params=params)
+    driver.run()
+
+    found, ranks = logprobs(driver, "a"), set()
+    assert driver.tokens("a") == [one for each in found for one in each.token_ids[:, 0]]
+    for each in found:
+        for ids, values, rank in zip(each.token_ids, each.logprobs, each.ranks, strict=True):
+            assert (ids[0], values[0]) == (ids[rank], values[rank])
+            ranks.add(int(rank))
+    assert len(driver.tokens("a")) < 10 or ranks == {*range(1, most + 1)}
+    assert ranks <= {*range(1, most + 1)}
+
+
+def test_what_is_replayed_may_have_any_rank() -> None:
+    """It was not sampled by this request."""
+    driver = drive()
+    trace = {"trace_decode_token_ids": [*range(100)], "temperature": 0.0, "logprobs": 0}
+    driver.add("a", 100, params=trace)
+    driver.run()
+    assert max(int(rank) for each in logprobs(driver, "a") for rank in each.ranks) > 1
 
 
 def test_the_whole_batch_is_as_wide_as_its_widest() -> None:

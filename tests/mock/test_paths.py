@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.mock.driver import Driver, drive
 
-from trio_vllm.mock.fast_batch import SEVERAL_STEPS_SIZE
+from trio_vllm.mock.fast_batch import MADE_AT_ONCE
 
 IDS = [*"abcdefgh", "a longer id", "ü" * 40, "x" * 300, "y" * 5000, ""]
 
@@ -30,6 +30,9 @@ def act(driver: Driver, action: tuple[Any, ...]) -> None:
     match action:
         case ("add", request_id, max_tokens, client_index):
             driver.add(request_id, max_tokens, client_index=client_index)
+        case ("many", count, max_tokens):
+            for number in range(count):
+                driver.add(f"{number} of {count}", max_tokens, client_index=number % 2)
         case ("stop", request_id, stop_token_ids):
             params = {"stop_token_ids": stop_token_ids}
             driver.add(request_id, 60, params=params)
@@ -92,6 +95,47 @@ def test_both_paths_send_the_same(
     assert not fast.engine.has_unfinished
 
 
+MANY = st.tuples(st.just("many"), st.integers(2, 40), st.integers(1, 60))
+
+
+@given(
+    actions=st.lists(st.one_of(ACTIONS, MANY), max_size=15),
+    seats_and_budget=st.sampled_from([(3, 7), (100, 101), (100, 2048)]),
+    num_gpu_blocks=st.sampled_from([30, 1000]),
+    times=st.sampled_from([{}, {"step_time": 2.5}, {"inter_token_latency": 2.5}]),
+)
+@settings(max_examples=40, deadline=None)
+def test_both_paths_of_a_schedule_send_the_same(
+    actions: list[tuple[Any, ...]],
+    seats_and_budget: tuple[int, int],
+    num_gpu_blocks: int,
+    times: dict[str, Any],
+) -> None:
+    """With preemptions, prompts in chunks, two clients, and many requests that end at once."""
+    drivers = [
+        drive(
+            client_count=2,
+            fast_path=fast_path,
+            max_num_seqs=seats_and_budget[0],
+            max_num_batched_tokens=seats_and_budget[1],
+            num_gpu_blocks=num_gpu_blocks,
+            max_model_len=400,
+            vocab_size=70_000,
+            **times,
+        )
+        for fast_path in (True, False)
+    ]
+    for driver in drivers:
+        for action in actions:
+            act(driver, action)
+        driver.post("resume_scheduler")
+        driver.run()
+
+    fast, plain = drivers
+    assert comparable(fast) == comparable(plain)
+    assert not fast.engine.has_unfinished
+
+
 @given(
     actions=st.lists(ACTIONS, max_size=30),
     chunk_size=st.sampled_from([1, 1, 2, 7]),
@@ -131,21 +175,26 @@ def messages_for(client_index: int, driver: Driver) -> list[Any]:
     return messages
 
 
-@pytest.mark.parametrize("id_length", [8, 500])
-@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize(
+    ("request_count", "id_length", "step_counts"),
+    [
+        pytest.param(8, 500, (32, 5), id="written at once"),
+        pytest.param(16, 500, (1 + MADE_AT_ONCE // (16 * 508),) * 2, id="one by one"),
+        pytest.param(400, 500, (1, 1), id="large"),
+    ],
+)
 @pytest.mark.parametrize("client_count", [1, 2])
 def test_steps_are_made_at_once_where_that_pays(
-    id_length: int, is_large: bool, client_count: int
+    request_count: int, id_length: int, step_counts: tuple[int, int], client_count: int
 ) -> None:
     """Up to the next end, and as many as there may be; not if they are large."""
     driver = drive(client_count=client_count)
-    row_length = id_length + (6 if id_length < 32 else 8)  # with 16 bits for the token
-    for i in range(SEVERAL_STEPS_SIZE // row_length + is_large):
+    for i in range(request_count):
         driver.add(f"{i:0{id_length}}", 40, client_index=i % client_count)
     driver.step(2)
     counts = [len(driver.engine.steps(now, 32)) for now in (200.0, 201.0)]
 
-    assert [(1 if is_large else count) * client_count for count in (32, 5)] == counts
+    assert [count * client_count for count in step_counts] == counts
     assert client_count == len(driver.engine.steps(202.0, 1))
 
 

@@ -1,12 +1,13 @@
 """Profiles of known engines."""
 
+import tomllib
+from importlib import resources
 from pathlib import Path
 
 import pytest
 
 from trio_vllm.errors import ConfigurationError
 from trio_vllm.mock import MockEngineConfig, load_profile, profile_names
-from trio_vllm.mock.profile import describe_profile
 
 
 @pytest.mark.parametrize("name", profile_names())
@@ -16,7 +17,8 @@ def test_profiles_are_usable_and_say_where_they_come_from(name: str) -> None:
     assert config.is_scheduled
     assert 0.001 < config.step_time < 0.1
     assert config.step_time_per_prefill_token > config.step_time_per_context_token > 0
-    described = describe_profile(name)
+    file = resources.files("trio_vllm.mock.profiles") / f"{name}.toml"
+    described = tomllib.loads(file.read_text(encoding="utf-8"))
     assert "https://" in described["source"]
     assert described["description"]
 
@@ -46,6 +48,8 @@ def test_own_profiles(tmp_path: Path) -> None:
         ("step_tim = 1", "unknown key 'step_tim'; did you mean 'step_time'"),
         ("step_time = 'soon'", "step_time: 'soon' is no duration"),
         ("step_time = -1", "step_time must be finite and not be negative"),
+        ("acceptance_rate = '500ms'", "acceptance_rate must be from 0 to 1"),
+        ("time_scale = '500ms'", "time_scale must be more than 0"),
         ("max_num_seqs = 'all'", "max_num_seqs must be an integer"),
         ("enable_prefix_caching = 'no'", "must be true or false"),
         ("max_num_seqs = 9000", "less than max_num_seqs"),

@@ -143,6 +143,14 @@ async def test_nothing_is_opened_unless_asked_for(events: str | None) -> None:
     assert driver.engine.pop_kv_events() == []
 
 
+def test_events_take_a_schedule() -> None:
+    """Nothing is cached without one."""
+    events = '{"enable_kv_cache_events": true}'
+    with pytest.raises(ConfigurationError, match="kv_events_config takes a schedule"):
+        MockEngineConfig(kv_events_config=events, schedule=False)
+    assert MockEngineConfig(kv_events_config="{}", schedule=False).kv_events is None
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

@@ -58,7 +58,7 @@ class Engine:
     def end(self, step: Step, *finished: str) -> None:
         """Sample a token for each row."""
         for request in step.rows:
-            request.table.token_ids.append(next(self._tokens))  # type: ignore[attr-defined]
+            request.table.token_ids.append(next(self._tokens))
         extras = self.scheduler.update(step, [self.requests[name] for name in finished])
         self.extras = {request.request_id: extra for request, extra in extras.items()}
 
@@ -217,7 +217,7 @@ def test_who_preempts_itself_stops_the_others_in_0_32(
     release: tuple[int, int], expected: dict[str, int]
 ) -> None:
     """In 0.33 more important ones behind it go on."""
-    engine = make_engine(4, scheduling_policy="priority", cached=False, release=release)
+    engine = make_engine(4, scheduling_policy="priority", cached=False, vllm_release=release)
     for name, length, priority in (("a", 1, 0), ("b", 3, 5), ("c", 1, 0)):
         engine.add(name, length, priority=priority)
         engine.step()
@@ -404,7 +404,7 @@ def test_drafts_are_computed_and_wrong_ones_taken_back() -> None:
     assert engine.step() == {"a": 5}
     step = engine.scheduler.schedule(0.0)
     assert (step.scheduled, step.drafts) == ({request: 4}, {request: 3})
-    request.table.token_ids += [7, 8]  # type: ignore[operator]
+    request.table.token_ids += [7, 8]
     engine.scheduler.update(step, sampled={request: Sampled(1, 2)})
     assert (request.num_tokens, request.num_computed_tokens) == (8, 7)
     stats = engine.scheduler.make_stats(step).spec_decoding_stats

@@ -408,11 +408,17 @@ async def test_one_crash_ends_all(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert isinstance(caught.value.exceptions[0].__cause__, ZeroDivisionError)
 
 
-async def test_an_address_of_a_wrong_form() -> None:
+async def test_an_address_that_nobody_can_connect_to() -> None:
     """Is no engine's fault."""
-    options = ServeOptions(handshake_address="ipc://" + "x" * 1000)
+    options = ServeOptions(handshake_address="tcp://*:5555")
     with pytest.raises(ConfigurationError):
         await serve_mock_engines(MockEngineConfig(), options)
+
+
+def test_an_address_of_a_wrong_form() -> None:
+    """Is refused by the options, with the reason."""
+    with pytest.raises(ConfigurationError, match="has 1006 characters"):
+        ServeOptions(handshake_address="ipc://" + "x" * 1000)
 
 
 async def test_several_clients_and_what_engines_say_of_themselves(folder: Path) -> None:

@@ -412,3 +412,76 @@ def test_shutting_down_after_what_runs() -> None:
 
     assert driver.finish_reason("a") is FinishReason.LENGTH
     assert driver.finish_reason("b") is FinishReason.ABORT
+
+
+CLEARING: list[tuple[str, list[Any], bool]] = [
+    ("reset_mm_cache", [], True),
+    ("reset_encoder_cache", [], True),
+    ("collective_rpc", ["reset_mm_cache"], True),
+    ("collective_rpc", ["reset_encoder_cache"], True),
+    ("collective_rpc", ["check_health"], False),
+    ("reset_prefix_cache", [], False),
+    ("pause_scheduler", [], True),
+    ("pause_scheduler", ["wait", True], True),
+    ("pause_scheduler", ["abort", False], False),
+    ("pause_generation", ["keep"], True),
+    ("pause_generation", ["keep", False], False),
+    ("sleep", [], True),
+    ("sleep", [0], False),
+]
+"""Utility calls, and whether workers have no queries of late interaction after them."""
+
+
+@pytest.mark.parametrize(("method", "args", "clears"), CLEARING)
+def test_queries_go_with_the_caches(method: str, args: list[Any], clears: bool) -> None:
+    """A document is refused that comes after such a call."""
+    driver = drive(supported_tasks=("token_embed",))
+    add_scored(driver, "query", "cache_query")
+    driver.run()
+
+    driver.call(method, *args)
+    driver.call("wake_up")
+    add_scored(driver, "document", "score_doc")
+    driver.run()
+
+    expected = FinishReason.ERROR if clears else FinishReason.STOP
+    assert driver.finish_reason("document") is expected
+
+
+def test_queries_go_with_released_memory() -> None:
+    """Which takes a pause that has left them there."""
+    driver = drive(supported_tasks=("token_embed",))
+    add_scored(driver, "query", "cache_query")
+    driver.run()
+
+    driver.call("pause_scheduler", "abort", False)
+    driver.call("release_kv_cache_memory")
+    driver.call("wake_up")
+    add_scored(driver, "document", "score_doc")
+    driver.run()
+
+    assert driver.finish_reason("document") is FinishReason.ERROR
+
+
+def test_queries_go_when_a_pause_has_waited() -> None:
+    """They are there for the documents that came before it."""
+    driver = drive(supported_tasks=("generate", "token_embed"))
+    add_scored(driver, "query", "cache_query")
+    driver.add("a", 3)
+    driver.step()
+
+    call_id = driver.post("pause_scheduler", "wait")
+    driver.run()
+    assert driver.answer(call_id) is not None
+    driver.call("resume_scheduler")
+    add_scored(driver, "document", "score_doc")
+    driver.run()
+
+    assert driver.finish_reason("document") is FinishReason.ERROR
+
+
+def add_scored(driver: Driver, request_id: str, mode: str) -> None:
+    """Add a query of late interaction, or a document for it."""
+    late = [mode, "q", 2 if mode == "cache_query" else None]
+    params = [None, None, None, None, "token_embed", False, None, late]
+    driver.add(request_id, sampling_params=None, pooling_params=params)

@@ -16,10 +16,10 @@ from trio_vllm.protocol import (
     SchedulerStats,
     UndecodedBatch,
     UtilityCallOutput,
+    bare_token_ids,
     decode_engine_message,
     decode_outputs,
     decode_outputs_lazily,
-    plain_token_ids,
 )
 
 LOADED: list[str] = []
@@ -68,7 +68,7 @@ def test_in_an_unknown_field_of_a_row(ext: ormsgpack.Ext) -> None:
     batch = batch_of(0, [[*row(), ext], [*row(), None, [{"a": ext}]]])
 
     for raw in batch.rows:
-        assert plain_token_ids(raw) is None
+        assert bare_token_ids(raw) is None
         assert same(batch.decode_row(raw), EngineCoreOutput("r", [1]))
 
 
@@ -98,7 +98,7 @@ def test_in_a_known_field_of_a_row(ext: ormsgpack.Ext, code: int, field: str) ->
     """That request's output cannot be decoded."""
     batch = batch_of(0, [row(**{field: ext})])
 
-    assert plain_token_ids(batch.rows[0]) is None
+    assert bare_token_ids(batch.rows[0]) is None
     with pytest.raises(DecodeError, match=rf"not an extension of type {code}") as caught:
         batch.decode_row(batch.rows[0])
     assert caught.value.where == field
@@ -108,7 +108,7 @@ def test_among_token_ids(ext: ormsgpack.Ext) -> None:
     """That request's output cannot be decoded."""
     batch = batch_of(0, [row(new_token_ids=[1, ext])])
 
-    assert plain_token_ids(batch.rows[0]) is None
+    assert bare_token_ids(batch.rows[0]) is None
     with pytest.raises(DecodeError, match=r"new_token_ids\[1\]"):
         batch.decode_row(batch.rows[0])
 

@@ -20,6 +20,7 @@ from tests.recorded import Message
 from trio_vllm.errors import DecodeError
 from trio_vllm.protocol import (
     UndecodedBatch,
+    bare_token_ids,
     decode_coordinator_broadcast,
     decode_coordinator_stats,
     decode_engine_message,
@@ -28,7 +29,6 @@ from trio_vllm.protocol import (
     decode_outputs_lazily,
     decode_ready_response,
     decode_report,
-    plain_token_ids,
 )
 
 Frames = list[bytes]
@@ -40,7 +40,7 @@ def read_rows(frames: Frames) -> None:
     if isinstance(batch, UndecodedBatch):
         batch.decode_stats()
         for row in batch.rows:
-            if plain_token_ids(row) is None:
+            if bare_token_ids(row) is None:
                 batch.decode_row(row)
 
 

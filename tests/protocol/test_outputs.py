@@ -40,11 +40,11 @@ from trio_vllm.protocol import (
     UndecodedBatch,
     UtilityCallOutput,
     UtilityOutput,
+    bare_token_ids,
     decode_outputs,
     decode_outputs_lazily,
     encode_outputs,
     index_of,
-    plain_token_ids,
     row_request_id,
 )
 from trio_vllm.protocol.structs import codec_of
@@ -400,7 +400,7 @@ def test_bad_row_hurts_only_its_request(raw: Any, where: str) -> None:
     ],
 )
 def test_plain_rows(raw: Any, token_ids: list[int] | None) -> None:
-    assert token_ids == plain_token_ids(raw)
+    assert token_ids == bare_token_ids(raw)
 
 
 NEW_FIELDS: list[Any] = [None, 0, False, 0.0, "", [], {}]
@@ -412,7 +412,7 @@ def test_plain_rows_of_any_length(length: int) -> None:
     """A release that adds fields does not make its rows slow."""
     whole = [*row(), *([None] * 40)]
 
-    assert plain_token_ids(whole[:length]) == [1]
+    assert bare_token_ids(whole[:length]) == [1]
 
 
 @pytest.mark.parametrize("length", range(17, 25))
@@ -423,15 +423,15 @@ def test_rows_that_carry_more_are_not_plain(length: int, name: str) -> None:
     whole = [*row(), *([None] * 24)][:length]
     if position < length:
         whole[position] = 1
-        assert plain_token_ids(whole) is None
+        assert bare_token_ids(whole) is None
 
 
 @pytest.mark.parametrize("count", range(1, 6))
 @pytest.mark.parametrize("new", NEW_FIELDS, ids=repr)
 def test_plain_rows_with_defaults_in_new_fields(new: Any, count: int) -> None:
     """Defaults of new fields need not be nil."""
-    assert plain_token_ids([*row(), *([new] * count)]) == [1]
-    assert plain_token_ids([*row(), None, new, None]) == [1]
+    assert bare_token_ids([*row(), *([new] * count)]) == [1]
+    assert bare_token_ids([*row(), None, new, None]) == [1]
 
 
 @pytest.mark.parametrize("new", [1, True, "new", [None], {"a": 1}], ids=repr)
@@ -442,7 +442,7 @@ def test_new_fields_with_a_value_are_ignored(new: Any, nils: int) -> None:
     batch = decode_outputs_lazily([pack([0, [longer]])])
 
     assert isinstance(batch, UndecodedBatch)
-    assert plain_token_ids(batch.rows[0]) is None
+    assert bare_token_ids(batch.rows[0]) is None
     assert same(batch.decode_row(batch.rows[0]), EngineCoreOutput("r", [1]))
 
 
@@ -452,7 +452,7 @@ def test_a_plain_row_is_one_of_defaults(length: int) -> None:
     for position in range(2, length):
         changed = row()[:length]
         changed[position] = 1 if changed[position] is None else None
-        assert plain_token_ids(changed) is None
+        assert bare_token_ids(changed) is None
 
 
 def test_statistics_are_read_on_demand() -> None:

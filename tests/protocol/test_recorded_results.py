@@ -26,9 +26,9 @@ from trio_vllm.protocol import (
     UndecodedBatch,
     UtilityCallOutput,
     UtilityRequest,
+    bare_token_ids,
     decode_init,
     decode_outputs_lazily,
-    plain_token_ids,
     row_request_id,
 )
 
@@ -328,7 +328,7 @@ def test_finish_reasons_at_shutdown(scenario: Recording) -> None:
 
 
 def test_plain_rows_are_those_with_nothing_but_tokens() -> None:
-    """The short cut of `plain_token_ids` gives what decoding the row would."""
+    """The short cut of `bare_token_ids` gives what decoding the row would."""
     plain = 0
     for scenario in recordings():
         for message in scenario.messages:
@@ -340,7 +340,7 @@ def test_plain_rows_are_those_with_nothing_but_tokens() -> None:
             for row in batch.rows:
                 output = batch.decode_row(row)
                 assert output.request_id == row_request_id(row)
-                token_ids = plain_token_ids(row)
+                token_ids = bare_token_ids(row)
                 plain += token_ids is not None
                 assert token_ids in (None, output.new_token_ids)
                 bare = EngineCoreOutput(output.request_id, output.new_token_ids)

@@ -36,13 +36,6 @@ TICK = 0.3
 asks for the `patient_clock`, by which they pass only once nothing happens any more."""
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with stdlib_socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class RawEngine:
     """An engine that sends each message of its startup when it is told to."""
 

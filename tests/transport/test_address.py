@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from trio_vllm.endpoint import LONGEST_PATH, Endpoint, parse_endpoint
 from trio_vllm.errors import ConfigurationError
-from trio_vllm.transport.address import LONGEST_PATH, Endpoint, parse_endpoint
 
 
 @pytest.mark.parametrize(

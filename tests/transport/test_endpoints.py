@@ -10,8 +10,8 @@ import pytest
 import trio
 from tests.transport.peers import ANY_PORT, LIMIT
 
+from trio_vllm.endpoint import LONGEST_PATH
 from trio_vllm.errors import AddressInUseError, ConfigurationError
-from trio_vllm.transport.address import LONGEST_PATH
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
 
 

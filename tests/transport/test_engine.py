@@ -17,7 +17,6 @@ from tests.transport.startup import (
     TICK,
     RawFrontend,
     cancel_everywhere,
-    free_port,
     listening_socket,
 )
 from trio.testing import MockClock
@@ -31,6 +30,7 @@ from trio_vllm.protocol import (
     decode_report,
     encode_init,
 )
+from trio_vllm.spawn import free_port
 from trio_vllm.transport import (
     EngineLingers,
     FrontendChannels,

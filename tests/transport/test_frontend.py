@@ -22,7 +22,6 @@ from tests.transport.startup import (
     RawEngine,
     beside,
     cancel_everywhere,
-    free_port,
     listening_socket,
     until,
 )
@@ -31,6 +30,7 @@ from trio.testing import MockClock
 
 from trio_vllm.errors import AddressInUseError, ConfigurationError, PeerGoneError, StartupError
 from trio_vllm.protocol import EngineAddresses, EngineId, encode_ready_response
+from trio_vllm.spawn import free_port
 from trio_vllm.transport import (
     Bootstrapped,
     Disconnect,

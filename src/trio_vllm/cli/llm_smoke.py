@@ -39,8 +39,6 @@ Command = Annotated[
 ]
 Flat = Parameter(name="*")
 
-COMMANDS = ("generate", "utility", "logprobs", "all", "bench")
-
 
 @app.command(validator=check_usage)
 async def generate(
@@ -72,7 +70,7 @@ async def all_smokes(*command: Command, options: Annotated[AllOptions, Flat] = A
 
     With --spawn and --mock each gets fresh engines, otherwise all share one connection.
     """
-    return await _run(options, command, "generate", "utility", "logprobs")
+    return await _run(options, command)
 
 
 @app.command(validator=check_usage)
@@ -85,10 +83,11 @@ async def bench(*command: Command, options: Annotated[BenchOptions, Flat] = Benc
 
 
 async def _run(options: SmokeOptions, command: Sequence[str], *names: str) -> int:
+    """Run the smokes of these names, or all of them."""
     from trio_vllm.cli.smoke_runner import run_smokes
     from trio_vllm.cli.smokes import SMOKES
 
-    return await run_smokes(options, command, {name: SMOKES[name] for name in names})
+    return await run_smokes(options, command, {name: SMOKES[name] for name in names or SMOKES})
 
 
 def main(tokens: Sequence[str] | None = None) -> int:
@@ -103,5 +102,6 @@ def main(tokens: Sequence[str] | None = None) -> int:
 def _command_first(tokens: Sequence[str]) -> Sequence[str]:
     """The same with the command in front: options of all commands may stand before it, too."""
     own = list(tokens[: tokens.index("--")]) if "--" in tokens else list(tokens)
-    place = next((n for n, token in enumerate(own) if token in COMMANDS), 0)
+    commands = {name for name in app if not name.startswith("-")}
+    place = next((n for n, token in enumerate(own) if token in commands), 0)
     return [*own[place : place + 1], *own[:place], *tokens[place + 1 :]]

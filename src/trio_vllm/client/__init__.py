@@ -15,11 +15,11 @@ from trio_vllm.client.engines import EngineSnapshot as EngineSnapshot
 from trio_vllm.client.engines import LeastLoaded as LeastLoaded
 from trio_vllm.client.engines import LeastWaiting as LeastWaiting
 from trio_vllm.client.engines import LoadBalancer as LoadBalancer
-from trio_vllm.client.requests import OutputStream as OutputStream
-from trio_vllm.client.requests import Sink as Sink
-from trio_vllm.client.requests import StreamOutput as StreamOutput
-from trio_vllm.client.requests import as_request_ids as as_request_ids
-from trio_vllm.client.requests import too_many_tokens as too_many_tokens
+from trio_vllm.client.streams import OutputStream as OutputStream
+from trio_vllm.client.streams import Sink as Sink
+from trio_vllm.client.streams import StreamOutput as StreamOutput
+from trio_vllm.client.streams import as_request_ids as as_request_ids
+from trio_vllm.client.streams import too_many_tokens as too_many_tokens
 from trio_vllm.client.utility_calls import KvCacheGroup as KvCacheGroup
 from trio_vllm.client.utility_methods import PauseMode as PauseMode
 from trio_vllm.transport import Bootstrapped as Bootstrapped

@@ -142,7 +142,7 @@ class PromptLogprobsCheck:
         if token_ids is None or request.resumable:
             return cls(columns, None)
         params = request.sampling_params
-        transfer = ((params and params.extra_args) or {}).get("kv_transfer_params")
+        transfer = None if params is None else params.kv_transfer_params
         return cls(columns, len(token_ids) - 1, may_be_missing=transfer is not None)
 
     def check(self, output: EngineCoreOutput) -> None:

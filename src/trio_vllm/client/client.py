@@ -18,9 +18,10 @@ from trio_vllm.client.core import (
 )
 from trio_vllm.client.driver import CoreDriver
 from trio_vllm.client.engines import EngineInfo, EngineSnapshot, LoadBalancer
-from trio_vllm.client.requests import OutputStream, as_request_ids
+from trio_vllm.client.streams import OutputStream, as_request_ids
 from trio_vllm.client.utility_calls import UTILITY_TIMEOUT
 from trio_vllm.client.utility_methods import UtilityMethods
+from trio_vllm.client.versions import START_WAVE
 from trio_vllm.client.waves import WaveFollower, WaveLeader
 from trio_vllm.concurrency import explains_misuse
 from trio_vllm.errors import ConfigurationError, EngineCoreError, EngineDeadError
@@ -259,7 +260,7 @@ async def open_client(
     """Connect to engine cores; the block's value drives them.
 
     Args:
-      mode: How we come by the engines: `HandshakeOwner` if we do the startup handshake,
+      mode: The `EngineSource`, which says how we come by the engines: `HandshakeOwner` if we do the startup handshake,
         `Bootstrapped` if a supervisor has done it, or what `trio_vllm.spawn_engine` gives.
       client_index: Which of the frontend's clients we are; engines answer on that output address.
         They are told but one address by us, so other clients need a supervisor (`Bootstrapped`).
@@ -347,10 +348,6 @@ async def run_client(
         yield EngineCoreClient(driver)
 
 
-START_WAVE_RELEASE = (0, 33)
-"""From here on idle engines themselves tell a coordinator of the requests that they get."""
-
-
 def _waves(channels: EngineChannels) -> WaveLeader | WaveFollower | None:
     """Our part in the engines' waves, if there is a coordinator."""
     info = EngineInfo.of(channels.ready_responses)
@@ -361,7 +358,7 @@ def _waves(channels: EngineChannels) -> WaveLeader | WaveFollower | None:
                 info.ready_responses, is_lockstep=is_lockstep, subscribers=subscribers
             )
         case FollowerChannels():
-            must_notify = info.is_older_than(START_WAVE_RELEASE)
+            must_notify = info.is_older_than(START_WAVE)
             return WaveFollower(is_lockstep=is_lockstep, must_notify=must_notify)
         case None:
             return None

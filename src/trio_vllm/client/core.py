@@ -55,7 +55,7 @@ from trio_vllm.client.engines import (
 from trio_vllm.client.facts import EngineFacts
 from trio_vllm.client.input_processing import callers_id, fill_defaults, validate_and_encode
 from trio_vllm.client.late_interaction import late_interaction_of
-from trio_vllm.client.requests import Sink, check_answer
+from trio_vllm.client.streams import Sink, check_answer
 from trio_vllm.client.utility_calls import (
     UtilityCall,
     UtilityCallTable,
@@ -87,10 +87,10 @@ from trio_vllm.protocol import (
     UndecodedBatch,
     UtilityCallOutput,
     UtilityRequest,
+    bare_token_ids,
     decode_outputs_in_pieces,
     decode_outputs_lazily,
     encode_utility,
-    plain_token_ids,
     raw_logprobs_of,
     row_request_id,
 )
@@ -626,7 +626,7 @@ class FrontendCore:
         if rows:
             engine.has_moved = True
         for row in rows:
-            token_ids = plain_token_ids(row)
+            token_ids = bare_token_ids(row)
             if token_ids is not None:
                 request_id = row[0]
                 sink = sinks.get(request_id) if type(request_id) is str else None

@@ -14,7 +14,7 @@ import trio
 from trio_vllm.client.core import ClientStatistics, FrontendCore
 from trio_vllm.client.engines import QueuedMessage
 from trio_vllm.client.learning import Learner
-from trio_vllm.client.requests import Sink
+from trio_vllm.client.streams import Sink
 from trio_vllm.client.utility_calls import UTILITY_TIMEOUT
 from trio_vllm.concurrency import Turns, Waker, running
 from trio_vllm.errors import (

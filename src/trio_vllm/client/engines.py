@@ -1,17 +1,17 @@
-"""`Engine` holds all that is known of one engine; `EngineTable` detects dead ones; a `LoadBalancer` chooses."""
+"""`EngineTable` keeps an `Engine` for each engine and detects dead ones; a `LoadBalancer` chooses one."""
 
 from __future__ import annotations
 
 import enum
 import math
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
 
 from trio_vllm.client.input_processing import RequestLimits
-from trio_vllm.client.requests import Sink
+from trio_vllm.client.streams import Sink
+from trio_vllm.client.versions import oldest_release
 from trio_vllm.errors import DecodeError, EngineDeadError
 from trio_vllm.protocol import (
     Buffer,
@@ -497,20 +497,6 @@ class EngineInfo:
     def limits(self, **stated: Any) -> RequestLimits:
         """What a request must keep to, with what the engines do not tell."""
         return RequestLimits.of(self.ready_responses.values(), **stated)
-
-
-def oldest_release(versions: Collection[str]) -> tuple[int, int] | None:
-    """Major and minor number of the oldest of some versions of vLLM; None if one is no release.
-
-    A development build may have, or lack, what the release of its number has.
-    """
-    releases = []
-    for version in versions:
-        found = re.fullmatch(r"(\d+)\.(\d+)(?:\.\d+)*(?:\.post\d+)?(?:\+.*)?", version)
-        if found is None:
-            return None
-        releases.append((int(found[1]), int(found[2])))
-    return min(releases)
 
 
 def _first_told(responses: Iterable[EngineCoreReadyResponse], name: str) -> Any:

@@ -16,7 +16,6 @@ import attrs
 
 from trio_vllm.client.engines import Engine
 from trio_vllm.client.input_processing import (
-    GENERATION_TASKS,
     RequestLimits,
     callers_id,
     needs_vocab_size,
@@ -26,20 +25,31 @@ from trio_vllm.client.late_interaction import (
     late_interaction_engine,
     late_interaction_of,
 )
+from trio_vllm.client.versions import LATCHING
 from trio_vllm.errors import InvalidFieldError, UnsupportedFieldError
-from trio_vllm.protocol import EngineCoreRequest, LateInteractionParams, LoRARequest
-
-LATCHING_RELEASES = ("0.32.", "0.33.")
-"""Versions of engines that keep the structured-outputs backend of the first request that has one:
-with another, 0.33 answers with an error, and 0.32 without a word does it by the first."""
+from trio_vllm.protocol import (
+    GENERATION_TASKS,
+    EngineCoreRequest,
+    LateInteractionParams,
+    LoRARequest,
+)
 
 Adapter = tuple[str, str]
 """Name and path."""
 
-_CACHE_RESETS = frozenset({"reset_mm_cache", "reset_encoder_cache", "sleep"})
+_CACHE_RESETS = frozenset({"reset_mm_cache", "reset_encoder_cache", "release_kv_cache_memory"})
 """Utility calls after which workers have no queries any more."""
 _PAUSES = frozenset({"pause_scheduler", "pause_generation"})
 """The same, unless their second argument says that caches stay."""
+
+
+def _clears_queries(method: str, args: Sequence[Any]) -> bool:
+    """Whether workers have no queries any more after a utility call."""
+    if method == "collective_rpc":
+        return args[0] in _CACHE_RESETS if args else False
+    if method == "sleep":  # of level 0 it only pauses
+        return list(args[:1]) != [0]
+    return method in _CACHE_RESETS or (method in _PAUSES and list(args[1:2]) != [False])
 
 
 def _backend(request: EngineCoreRequest) -> str | None:
@@ -129,8 +139,10 @@ class EngineFacts:
         """Note that a utility call is sent, which may undo what is known."""
         if method == "remove_lora" and args:
             self._adapters.pop(args[0], None)
-        elif method in _CACHE_RESETS or (method in _PAUSES and args[1:2] != [False]):
+        elif _clears_queries(method, args):
             self._queries.clear()
+            # They may be answered before the caches are cleared, or after.
+            self._pending_queries.clear()
 
     def note_results(self, method: str, args: Sequence[Any], results: Mapping[int, Any]) -> None:
         """Note what every engine answered to a utility call."""
@@ -192,7 +204,7 @@ class EngineFacts:
 
     def _note_backend(self, request: EngineCoreRequest, engine_index: int) -> None:
         backend = _backend(request)
-        if backend is not None and self.limits.vllm_version.startswith(LATCHING_RELEASES):
+        if backend is not None and self.limits.vllm_version.startswith(LATCHING):
             self._backends.setdefault(engine_index, (backend, request.request_id))
 
     def _note_end_of_first(self, request_id: str, engine_index: int, *, has_failed: bool) -> None:

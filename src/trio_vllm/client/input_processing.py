@@ -20,8 +20,10 @@ import numpy as np
 
 from trio_vllm.client import structured_outputs
 from trio_vllm.client.field_errors import UnsupportedValue, invalid, unsupported
+from trio_vllm.client.versions import WITHOUT_LATE_CHUNKING
 from trio_vllm.errors import EmptyPromptError, InvalidFieldError, UnsupportedFieldError
 from trio_vllm.protocol import (
+    GENERATION_TASKS,
     Buffer,
     CodecError,
     EngineCoreReadyResponse,
@@ -37,9 +39,6 @@ from trio_vllm.protocol import (
     plain_items,
     request_label,
 )
-
-GENERATION_TASKS = frozenset({"generate", "transcription", "realtime"})
-"""What a model that makes tokens supports at least one of."""
 
 # Defaults ---------------------------------------------------------------------------------------
 
@@ -593,8 +592,7 @@ def _check_late_interaction(params: PoolingParams, limits: RequestLimits) -> Non
 
 
 def _check_late_chunking(params: PoolingParams, limits: RequestLimits) -> None:
-    if limits.vllm_version.startswith("0.32."):
-        # It would be taken for an unknown trailing field.
+    if limits.vllm_version.startswith(WITHOUT_LATE_CHUNKING):
         raise unsupported("late_chunking_params", "needs an engine of 0.33")
     if params.task != "token_embed":
         raise invalid("late_chunking_params", "must only be set for the task token_embed")

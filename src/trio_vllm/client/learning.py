@@ -11,7 +11,7 @@ import trio
 
 from trio_vllm.client.core import FrontendCore
 from trio_vllm.client.input_processing import callers_id, check_request, fill_defaults
-from trio_vllm.client.requests import OutputStream, Sink
+from trio_vllm.client.streams import OutputStream, Sink
 from trio_vllm.client.utility_calls import STRINGS, UTILITY_TIMEOUT, first
 from trio_vllm.errors import (
     AdapterError,

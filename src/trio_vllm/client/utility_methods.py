@@ -30,13 +30,11 @@ from trio_vllm.client.utility_calls import (
     first,
     require_equal,
 )
+from trio_vllm.client.versions import PAUSE_GENERATION
 from trio_vllm.errors import UtilityCallFailedError, UtilityRefusedError
 from trio_vllm.protocol import LoRARequest
 
 T = TypeVar("T")
-
-REFUSING_PAUSE = (0, 33)
-"""The release from which engines have ``pause_generation``, and ``profile`` its fifth argument."""
 
 
 class PauseMode(enum.Enum):
@@ -175,7 +173,7 @@ class UtilityMethods(ABC):
           timeout: Seconds to wait for the last engine. Afterwards the pause may still come.
         """
         args = (PauseMode(mode).value, clear_cache)
-        if self.engine_info.is_older_than(REFUSING_PAUSE):
+        if self.engine_info.is_older_than(PAUSE_GENERATION):
             await self.call_utility("pause_scheduler", *args, timeout=timeout)
             return
         deadline = trio.current_time() + timeout
@@ -372,7 +370,7 @@ class UtilityMethods(ABC):
             raise UtilityRefusedError("profile", "the profiler runs already: stop it first")
         args: list[Any] = [True, prefix, delay_iterations, max_iterations]
         if profiler_kwargs is not None:
-            if self.engine_info.is_older_than(REFUSING_PAUSE):
+            if self.engine_info.is_older_than(PAUSE_GENERATION):
                 raise UtilityRefusedError("profile", "these engines take no profiler_kwargs")
             args.append(dict(profiler_kwargs))
         self._is_profiling = True

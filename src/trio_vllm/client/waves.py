@@ -80,7 +80,7 @@ class WaveLeader:
 
     @property
     def subscriber_count(self) -> int:
-        """How many connections have subscribed to the broadcasts and are not lost."""
+        """How many connections have subscribed to the broadcasts and are not lost: all that is kept of them."""
         return len(self._subscribers)
 
     def engine_of(self, connection: int | None) -> int | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -60,7 +60,7 @@ class Collector:
         "_last",
         "_logprobs",
         "_max_tokens",
-        "_outputs_with_extras",
+        "_outputs_with_details",
         "_params",
         "_pooled",
         "_prefill_stats",
@@ -111,7 +111,7 @@ class Collector:
         # What piles up is at most max_tokens tokens of this request.
         self._token_ids = array("I")
         self._times = array("d")  # the engine's clock, one for each output with tokens
-        self._outputs_with_extras: list[EngineCoreOutput] = []  # until they are delivered
+        self._outputs_with_details: list[EngineCoreOutput] = []  # until they are delivered
         self._logprobs: LogprobsCollector | None = None
         self._prompt_logprobs: LogprobsCollector | None = None
         self._pooled: Tensor | None = None
@@ -182,8 +182,8 @@ class Collector:
                 count = None if self._params is None else self._params.prompt_logprobs
                 self._prompt_logprobs = LogprobsCollector(logprob_columns(count))
             self._prompt_logprobs.add(prompt)
-        if _has_extras(output):
-            self._outputs_with_extras.append(output)
+        if _has_details(output):
+            self._outputs_with_details.append(output)
         if output.pooling_output is not None:
             self._add_pooled(output.pooling_output, timestamp)
         if output.events:
@@ -295,8 +295,8 @@ class Collector:
         # Where there is nothing to check there may still be what was not asked for.
         if self.answer_checks or self._logprobs is not None or self._prompt_logprobs is not None:
             self._add_logprobs(delta)
-        if self._outputs_with_extras:
-            self._add_extras(delta)
+        if self._outputs_with_details:
+            self._add_details(delta)
         if self._last is not None:
             delta.finish_reason = self._last.finish_reason
             self._add_end(delta, self._last)
@@ -316,8 +316,8 @@ class Collector:
             finish_reason=last.finish_reason,
         )
         self._add_logprobs(output)
-        if self._outputs_with_extras:
-            self._add_extras(output)
+        if self._outputs_with_details:
+            self._add_details(output)
         self._add_end(output, last)
         return output
 
@@ -360,8 +360,8 @@ class Collector:
             "an output", error.where, error.reason, self.engine_index, self.request_id
         )
 
-    def _add_extras(self, completion: Completion) -> None:
-        outputs, self._outputs_with_extras = self._outputs_with_extras, []
+    def _add_details(self, completion: Completion) -> None:
+        outputs, self._outputs_with_details = self._outputs_with_details, []
         completion.prompt_token_id_logprobs = self._concatenated(
             ".prompt_token_id_logprobs", [o.prompt_token_id_logprobs for o in outputs]
         )
@@ -417,12 +417,8 @@ class Collector:
         To the engine that gets the prompt from there all of it looks cached. See ``RequestState`` in
         ``vllm/v1/engine/output_processor.py``.
         """
-        params = self._params
-        # This is read before the client has refused what is no map.
-        if params is None or not isinstance(params.extra_args, Mapping):
-            return None
-        transfer = params.extra_args.get("kv_transfer_params")
-        if not isinstance(transfer, Mapping) or not transfer.get("do_remote_prefill"):
+        transfer = None if self._params is None else self._params.kv_transfer_params
+        if transfer is None or not transfer.get("do_remote_prefill"):
             return None
         cached = transfer.get("remote_prefill_cached_tokens")
         return min(max(cached, 0), self._prompt_tokens) if type(cached) is int else None
@@ -435,7 +431,7 @@ class Collector:
         return tuple(reversed(spans))
 
 
-def _has_extras(output: EngineCoreOutput) -> bool:
+def _has_details(output: EngineCoreOutput) -> bool:
     """Whether an output describes its tokens by more than their ids."""
     return (
         output.prompt_token_id_logprobs is not None

@@ -82,7 +82,7 @@ def stopping(params: EngineCoreSamplingParams, length: int, *, eos: str = "repla
     return Ending(length + follows, last_token=token)
 
 
-@attrs.frozen
+@attrs.define
 class Answer:
     """What one request is answered with."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+from array import array
 from collections.abc import Callable, Sequence
 
 import attrs
@@ -120,6 +121,20 @@ class BlockHasher:
     ) -> bytes:
         """The hash of a full block after the block with the hash ``parent``."""
         return self._hash((self._root if parent is None else parent, tuple(token_ids), extra_keys))
+
+
+class BlockKeys(BlockHasher):
+    """Hashes blocks for a cache that tells nobody the hashes, in less time."""
+
+    def hash_block(
+        self, parent: bytes | None, token_ids: Sequence[int], extra_keys: ExtraKeys | None
+    ) -> bytes:
+        """A key that is different for another block, or the same one after others."""
+        ids = token_ids if isinstance(token_ids, array) else array("I", token_ids)
+        known = (parent or self._root) + ids.tobytes()
+        if extra_keys is not None:
+            known += repr(extra_keys).encode()
+        return hash(known).to_bytes(8, "big", signed=True)
 
 
 def event_hash(block_hash: bytes) -> int:

@@ -1,7 +1,7 @@
 """`MockEngineConfig` and `ServeOptions`: the options of mock engines, declared once.
 
 The command ``mock-engine`` reads its options, their defaults, bounds and help from these classes. The
-module imports attrs alone, so that showing the help costs no more.
+module imports little besides attrs, so that showing the help costs no more.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any, Literal
 
 import attrs
 
+from trio_vllm.endpoint import parse_endpoint
 from trio_vllm.errors import ConfigurationError
 
 MAX_ENGINES = 2**16
-"""Engine ids have two bytes."""
+"""Engine ids have two bytes. It is declared by `protocol`, whose import would slow down the help."""
 MAX_VOCAB_SIZE = 2**31
 """With log probabilities, token ids are signed 32-bit integers on the wire."""
 MAX_SEED = 2**64 - 1
@@ -44,13 +45,16 @@ REQUEST_TIME = _section("Time of a request")
 DISAGGREGATION = _section("Disaggregation")
 LIFE = _section("Life")
 
+NEWEST_RELEASE = (0, 33)
+"""Major and minor number of the newest vLLM that mock engines behave like."""
 POLICIES = ("fcfs", "priority")
 PD_ROLES = ("prefill", "decode", "both")
 HASH_ALGORITHMS = ("sha256", "sha256_cbor")
 DTYPES = ("float16", "bfloat16", "float32")
-GENERATION_TASKS = ("generate", "transcription", "realtime")
 TASKS = (
-    *GENERATION_TASKS,
+    "generate",
+    "transcription",
+    "realtime",
     "embed",
     "classify",
     "token_embed",
@@ -68,6 +72,8 @@ class Check:
 
     fault_in: Callable[[Any], str | None]
     """Returns what is wrong with a value, to be read after the option's name."""
+    is_of_duration: bool = False
+    """Whether the option is a duration, which may be given as a text such as ``20ms``."""
 
     def __call__(self, _instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
         fault = self.fault_in(value)
@@ -116,13 +122,17 @@ def parse_duration(text: str) -> float:
     return float(found[1]) * UNITS.get(found[2], 1.0)
 
 
-@Check
+def _duration(fault_in: Callable[[Any], str | None]) -> Check:
+    return Check(fault_in, is_of_duration=True)
+
+
+@_duration
 def _seconds(value: Any) -> str | None:
     # the comparison also refuses nan
     return None if isinstance(value, int | float) and value >= 0 else "must not be negative"
 
 
-@Check
+@_duration
 def _finite_seconds(value: Any) -> str | None:
     is_fine = isinstance(value, int | float) and 0 <= value < math.inf
     return None if is_fine else "must be finite and not be negative"
@@ -146,7 +156,7 @@ def _share(value: Any) -> str | None:
     return None if is_fine else "must be from 0 to 1"
 
 
-@Check
+@_duration
 def _positive_seconds(value: Any) -> str | None:
     return None if isinstance(value, int | float) and value > 0 else "must be more than 0"
 
@@ -161,11 +171,10 @@ def _one_of(*values: str, optional: bool = False) -> Check:
 
 @Check
 def _address(value: Any) -> str | None:
-    if re.fullmatch(r"ipc://.+", value):
-        return None
-    port = re.fullmatch(r"tcp://.+:([0-9]{1,5})", value)
-    if port is None or not 1 <= int(port[1]) <= 65535:
-        return "must be tcp://HOST:PORT or ipc://PATH"
+    try:
+        parse_endpoint(value, port_required=True)
+    except ConfigurationError as error:
+        return f"must be tcp://HOST:PORT or ipc://PATH ({error})"
     return None
 
 
@@ -214,8 +223,8 @@ def _tokenizer(value: Any) -> str | None:
 
 
 @attrs.frozen(kw_only=True)
-class KvEventsConfig:
-    """Where KV-cache events are published: upstream's class of this name, with its defaults."""
+class KvEventsOptions:
+    """Where KV-cache events are published: upstream's ``KVEventsConfig``, with its defaults."""
 
     enable_kv_cache_events: bool = False
     publisher: str | None = None
@@ -231,7 +240,7 @@ class KvEventsConfig:
     topic: str = ""
 
     @classmethod
-    def from_json(cls, text: str) -> KvEventsConfig:
+    def from_json(cls, text: str) -> KvEventsOptions:
         """Read the JSON of ``--kv-events-config``.
 
         Raises:
@@ -265,7 +274,7 @@ def _kv_events_config(value: Any) -> str | None:
     if value is None:
         return None
     try:
-        KvEventsConfig.from_json(value)
+        KvEventsOptions.from_json(value)
     except ValueError as error:
         is_json = not isinstance(error, json.JSONDecodeError)
         return str(error) if is_json else f"must be JSON ({error})"
@@ -461,6 +470,9 @@ class MockEngineConfig:
         default=30.0, validator=_finite_seconds, metadata=DISAGGREGATION
     )
     """Seconds that blocks are kept which nobody fetches."""
+    kv_connector_stats: bool = attrs.field(default=False, metadata=DISAGGREGATION)
+    """Tell frontends of transfers as the NIXL connector does (vllm:nixl_*). vLLM's Python frontend shows
+    them if it has --kv-transfer-config of its own; without it, it fails at them."""
     kv_side_channel_host: str = attrs.field(default="localhost", metadata=DISAGGREGATION)
     """Where other engines find this one, to tell it that they have fetched blocks."""
     kv_side_channel_port: int = attrs.field(
@@ -495,6 +507,8 @@ class MockEngineConfig:
                 raise ConfigurationError(fault)
         elif given := self._given(STEP_TIME) + self._given(REQUEST_TIME):
             raise ConfigurationError(f"{given[0]} takes a schedule, which is off")
+        elif self._wants_kv_events:
+            raise ConfigurationError("kv_events_config takes a schedule, which is off")
 
     @property
     def is_scheduled(self) -> bool:
@@ -504,12 +518,17 @@ class MockEngineConfig:
         return any(getattr(self, name) != default for name, default in _scheduling_defaults())
 
     @property
-    def kv_events(self) -> KvEventsConfig | None:
+    def kv_events(self) -> KvEventsOptions | None:
         """Where KV-cache events are published, if they are."""
-        if self.kv_events_config is None or not self.is_scheduled:
+        if not self._wants_kv_events:
             return None
-        events = KvEventsConfig.from_json(self.kv_events_config)
-        return events if events.is_published else None
+        assert self.kv_events_config is not None
+        return KvEventsOptions.from_json(self.kv_events_config)
+
+    @property
+    def _wants_kv_events(self) -> bool:
+        given = self.kv_events_config
+        return given is not None and KvEventsOptions.from_json(given).is_published
 
     @property
     def is_timed_by_request(self) -> bool:
@@ -532,10 +551,10 @@ class MockEngineConfig:
         ]
 
     @property
-    def release(self) -> tuple[int, int]:
-        """The release of vLLM whose rules hold: 0.33, unless an older one is claimed."""
+    def vllm_release(self) -> tuple[int, int]:
+        """The release of vLLM whose rules hold: the newest, unless an older one is claimed."""
         found = re.match(r"(\d+)\.(\d+)", self.vllm_version)
-        return (int(found[1]), int(found[2])) if found else (0, 33)
+        return (int(found[1]), int(found[2])) if found else NEWEST_RELEASE
 
     @property
     def num_blocks(self) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 import attrs
 
-from trio_vllm.mock.config import MockEngineConfig
+from trio_vllm.mock.config import NEWEST_RELEASE, MockEngineConfig
 from trio_vllm.protocol import EngineCoreRequest
 
 REMOTE_FIELDS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
@@ -29,6 +29,37 @@ IN_PROGRESS = "in_progress"
 COMPLETED_WAITING = "completed_waiting"
 STAGES = (WAITING_TO_START, IN_PROGRESS, COMPLETED_WAITING)
 """Of a request that fetches blocks, under the names of ``num_kv_fetch_reqs_by_stage``."""
+
+
+BYTES_PER_TOKEN, DESCRIPTORS_PER_BLOCK = 131_072, 64
+"""Of the KV values of a model with 32 layers of 8 heads of 128 numbers in 16 bits, keys and values apart."""
+LEAST_DURATION = 1e-6
+"""NIXL counts microseconds."""
+
+
+@attrs.define
+class ConnectorStats:
+    """What an engine has transferred: ``kv_connector_stats`` as NIXL's connector fills it.
+
+    Each list has an item per event; nothing fails in a mock.
+    """
+
+    transfer_duration: list[float] = attrs.field(factory=list)
+    post_duration: list[float] = attrs.field(factory=list)
+    bytes_transferred: list[int] = attrs.field(factory=list)
+    num_descriptors: list[int] = attrs.field(factory=list)
+    num_failed_transfers: list[int] = attrs.field(factory=list)
+    num_failed_notifications: list[int] = attrs.field(factory=list)
+    num_failed_handshakes: list[int] = attrs.field(factory=list)
+    num_kv_expired_reqs: list[int] = attrs.field(factory=list)
+    num_notifications_after_expiry: list[int] = attrs.field(factory=list)
+
+    def add_transfer(self, duration: float, num_blocks: int, block_size: int) -> None:
+        """Count the blocks of one request; to ask for them takes no time."""
+        self.transfer_duration.append(max(duration, LEAST_DURATION))
+        self.post_duration.append(0.0)
+        self.bytes_transferred.append(num_blocks * block_size * BYTES_PER_TOKEN)
+        self.num_descriptors.append(num_blocks * DESCRIPTORS_PER_BLOCK)
 
 
 @attrs.frozen
@@ -65,7 +96,10 @@ class Connector:
     """Seconds that blocks are kept for another engine."""
     sends: bool
     fetches: bool
-    release: tuple[int, int] = (0, 33)
+    vllm_release: tuple[int, int] = NEWEST_RELEASE
+    reports: bool = False
+    """Whether frontends are told the statistics."""
+    _stats: ConnectorStats = attrs.field(factory=ConnectorStats, init=False)
     _fetched: list[Fetched] = attrs.field(factory=list, init=False)
 
     @classmethod
@@ -81,7 +115,8 @@ class Connector:
             lease=config.kv_lease_duration * config.time_scale,
             sends=config.pd_role != "decode",
             fetches=config.pd_role != "prefill",
-            release=config.release,
+            vllm_release=config.vllm_release,
+            reports=config.kv_connector_stats,
         )
 
     def transfer_of(self, wire: EngineCoreRequest) -> KvTransfer | None:
@@ -131,11 +166,30 @@ class Connector:
             "remote_blocks_expiry_time": None,
             "transfer_mode": "pull",
         }
-        if self.release >= (0, 33):
+        if self.vllm_release >= (0, 33):
             params["remote_registration_generation"] = 1
         if cached_tokens is not None:
             params["remote_prefill_cached_tokens"] = cached_tokens
         return params
+
+    def note_transfer(self, num_tokens: int, duration: float) -> None:
+        """Blocks of so many tokens have come."""
+        num_blocks = -(-num_tokens // self.block_size)
+        self._stats.add_transfer(duration, num_blocks, self.block_size)
+
+    def note_expired(self) -> None:
+        """Nobody has fetched the blocks of a request in time."""
+        self._stats.num_kv_expired_reqs.append(1)
+
+    def note_late_notification(self) -> None:
+        """Blocks have been fetched that are not kept any more."""
+        self._stats.num_notifications_after_expiry.append(1)
+
+    def take_stats(self) -> dict[str, list[float]] | None:
+        """What happened since this was last called, if it did and is to be told."""
+        stats, self._stats = self._stats, ConnectorStats()
+        told = attrs.asdict(stats)
+        return told if self.reports and any(told.values()) else None
 
     def note_fetched(self, transfer: KvTransfer) -> None:
         """The blocks of a request are here, or are not needed."""
@@ -153,7 +207,4 @@ class Connector:
 def transfer_params(wire: EngineCoreRequest) -> Mapping[str, Any]:
     """The ``kv_transfer_params`` of a request; none if they are no map."""
     params = wire.sampling_params
-    if params is None or not params.extra_args:
-        return {}
-    given = params.extra_args.get("kv_transfer_params")
-    return given if isinstance(given, Mapping) else {}
+    return {} if params is None else params.kv_transfer_params or {}

@@ -166,15 +166,19 @@ class LogprobModel:
             return 0
         return 1 + (self._size if logprobs < 0 else min(logprobs, self._size))
 
-    def _draw_ranks(self, key: int, first: int, count: int) -> npt.NDArray[np.int64]:
-        """The ranks, from 0, of the tokens at ``count`` positions."""
+    def _draw_ranks(self, key: int, first: int, count: int, limit: int) -> npt.NDArray[np.int64]:
+        """The ranks, from 0, of the tokens at ``count`` positions; they are below ``limit``."""
+        if limit == 1:
+            return np.zeros(count, np.int64)
         drawn: Any
         if count <= _FEW:
             drawn = [hash_at(key, position) / 2**64 for position in range(first, first + count)]
         else:
             drawn = hashes(key, first, count) / 2**64
-        found = np.searchsorted(self._cumulated, np.multiply(drawn, self._total))
-        ranks: npt.NDArray[np.int64] = np.minimum(found, len(self._cumulated) - 1)
+        highest = min(limit, len(self._cumulated)) - 1
+        total = self._total if limit >= self._size else self._cumulated[highest]
+        found = np.searchsorted(self._cumulated, np.multiply(drawn, total))
+        ranks: npt.NDArray[np.int64] = np.minimum(found, highest)
         return ranks
 
     def sample(
@@ -184,13 +188,16 @@ class LogprobModel:
         tokens: Sequence[int],
         width: int,
         token_ids: Sequence[int] | None = None,
+        *,
+        num_candidates: int | None = None,
     ) -> Logprobs:
         """Of tokens sampled from position ``first`` on, in ``width`` columns.
 
         With ``token_ids`` the columns after the first are about these, and what is left of the width
-        is padded.
+        is padded. With ``num_candidates`` no token of a higher rank was sampled.
         """
-        ranks = self._draw_ranks(key, first + _RANK_SALT, len(tokens))
+        limit = num_candidates or self._size
+        ranks = self._draw_ranks(key, first + _RANK_SALT, len(tokens), limit)
         chosen = np.array(tokens, np.int64)
         if token_ids is None:
             made = self._empty(len(tokens), width, np.int64)
@@ -212,7 +219,7 @@ class LogprobModel:
     def fill_prompt(self, made: Logprobs, key: int, prompt: Sequence[int], rows: slice) -> None:
         """Fill in some rows, of the tokens of a prompt but the first."""
         chosen = np.array(prompt[1 + rows.start : 1 + rows.stop], np.int64) & _MAX_ID
-        ranks = self._draw_ranks(key, _PROMPT_SALT + rows.start, len(chosen))
+        ranks = self._draw_ranks(key, _PROMPT_SALT + rows.start, len(chosen), self._size)
         part = Logprobs(made.token_ids[rows], made.logprobs[rows], made.ranks[rows])
         self._fill_most_probable(part, chosen, ranks)
 
@@ -226,7 +233,7 @@ class LogprobModel:
         """Fill in some rows, of tokens named by position; minus infinity where the id is -1."""
         stop = min(rows.stop, max(rows.start, len(prompt) - 1))
         chosen = np.array(prompt[1 + rows.start : 1 + stop], np.int64)
-        ranks = self._draw_ranks(key, _PROMPT_SALT + rows.start, len(chosen))
+        ranks = self._draw_ranks(key, _PROMPT_SALT + rows.start, len(chosen), self._size)
         named = token_ids[rows.start : stop]
         values[rows.start : stop] = self._of_tokens(chosen, ranks, named)
 

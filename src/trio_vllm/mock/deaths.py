@@ -19,9 +19,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 import attrs
 
-from trio_vllm.mock.config import GENERATION_TASKS, MockEngineConfig
+from trio_vllm.mock.config import MockEngineConfig
 from trio_vllm.mock.late_interaction import LateQueries, late_params
 from trio_vllm.protocol import (
+    GENERATION_TASKS,
     EngineCoreRequest,
     EngineCoreSamplingParams,
     Frames,
@@ -136,10 +137,17 @@ def _has_wrong_patterns(params: EngineCoreSamplingParams) -> bool:
     return patterns.min_pattern_size > patterns.max_pattern_size or is_endless
 
 
-def _prompt_length(wire: EngineCoreRequest) -> int:
+def prompt_length(wire: EngineCoreRequest) -> int:
+    """How many tokens, or embeddings, a prompt has; those of no width do not count.
+
+    Any number of them takes no memory in the message, and so may be any.
+    """
     if wire.prompt_token_ids is not None:
         return len(wire.prompt_token_ids)
-    return wire.prompt_embeds.shape[0] if wire.prompt_embeds and wire.prompt_embeds.shape else 0
+    if wire.prompt_embeds is not None and wire.prompt_embeds.shape:
+        count, *sizes = wire.prompt_embeds.shape
+        return 0 if 0 in sizes else count
+    return 0
 
 
 def _params(wire: EngineCoreRequest) -> EngineCoreSamplingParams:
@@ -208,13 +216,13 @@ REQUEST_RULES = (
         "an empty prompt",
         Thread.MAIN,
         "the scheduler asserts that there are tokens to compute",
-        lambda wire, _: _prompt_length(wire) < 1,
+        lambda wire, _: prompt_length(wire) < 1,
     ),
     RequestRule(
         "a prompt that leaves no room in max_model_len",
         Thread.MAIN,
         "the scheduler finds no token that it could compute, or the batch has no room for it",
-        lambda wire, at: _prompt_length(wire) >= at.config.max_model_len,
+        lambda wire, at: prompt_length(wire) >= at.config.max_model_len,
     ),
     RequestRule(
         "prompt_token_ids beyond the vocabulary",

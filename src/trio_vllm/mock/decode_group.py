@@ -11,7 +11,7 @@ from operator import attrgetter
 
 from trio_vllm.mock.scheduled_request import ScheduledRequest
 
-_by_seat = attrgetter("seat")
+by_seat = attrgetter("seat")
 
 
 class DecodeGroup:
@@ -76,6 +76,6 @@ class DecodeGroup:
         due = [*self._places[starting]]
         if filling != starting:
             due += self._places[filling]
-        due.sort(key=_by_seat)
+        due.sort(key=by_seat)
         starts, clock = self._starts, self._clock
         return [(request, starts[request] + clock) for request in due]

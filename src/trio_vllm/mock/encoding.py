@@ -295,7 +295,8 @@ _PREFILL_STATS = index_of(EngineCoreOutput, "prefill_stats")
 _NO_EXTRAS = NIL * (_FINISH_REASON - 1 - index_of(EngineCoreOutput, "new_token_ids"))
 _NO_END = NIL * (_EVENTS - _FINISH_REASON)  # finish and stop reason
 _NO_TRANSFERS = NIL * (_PREFILL_STATS - 1 - _EVENTS)
-_EVENT = b"\x82\xa4type%c\xa9timestamp\xcb%b"
+_EVENT = b"\x82\xa4type%c\xa9timestamp\xcb"
+_EVENT_STARTS = {kind: _EVENT % kind for kind in EventType}
 _PREFILL_FIELDS = tuple(field.name for field in attrs.fields(PrefillStats))
 _PREFILL = bytes((0x80 | len(_PREFILL_FIELDS),)) + b"".join(
     pack_str(name) + b"%b" for name in _PREFILL_FIELDS
@@ -354,5 +355,5 @@ def _pack_end(reason: FinishReason, stop_reason: int | str | None) -> bytes:
 
 
 def _pack_events(events: Sequence[tuple[EventType, float]]) -> bytes:
-    packed = [_EVENT % (kind, pack_double(time)) for kind, time in events]
+    packed = [_EVENT_STARTS[kind] + pack_double(time) for kind, time in events]
     return pack_array_header(len(packed)) + b"".join(packed)

@@ -34,7 +34,6 @@ from trio_vllm.mock.encoding import (
 )
 from trio_vllm.mock.events import EventLog, Summary
 from trio_vllm.mock.kv_events import KvCacheEvent
-from trio_vllm.mock.late_interaction import LateQueries
 from trio_vllm.mock.request import Refusal, Request, RequestFactory
 from trio_vllm.mock.simulated import SimulatedScheduler, simulated_scheduler
 from trio_vllm.mock.spread import Spread
@@ -323,7 +322,6 @@ class MockEngine:
             )
         )
         self._control = EngineControl(config)
-        self._queries = LateQueries()
         self._deaths = self._make_deaths() if config.die_like_an_engine else None
         self._template = MessageTemplate(engine_index, self._control.weight_version)
         self._replies = Replies(engine_index)
@@ -355,7 +353,7 @@ class MockEngine:
         if self.is_deaf:
             return []
         self._begin(now)
-        if (death := self._death_of(message)) is not None:
+        if self._deaths is not None and (death := self._death_of(message, self._deaths)):
             return self._die(death)
         match message:
             case EngineCoreRequest():
@@ -392,16 +390,20 @@ class MockEngine:
         adapters = self._control.adapters
         return Deaths(
             Situation(
-                self.config, self._client_count, is_in_flight, adapters.fault_of, self._queries
+                self.config,
+                self._client_count,
+                is_in_flight,
+                adapters.fault_of,
+                self._control.queries,
             )
         )
 
-    def _death_of(self, message: EngineMessage) -> Death | None:
-        if self._deaths is None or self.death is not None:
+    def _death_of(self, message: EngineMessage, deaths: Deaths) -> Death | None:
+        if self.death is not None:
             return None
         if isinstance(message, EngineCoreRequest):
-            return self._deaths.of_request(message, is_refused=self._takes_no(message))
-        return self._deaths.of_call(message) if isinstance(message, UtilityRequest) else None
+            return deaths.of_request(message, is_refused=self._takes_no(message))
+        return deaths.of_call(message) if isinstance(message, UtilityRequest) else None
 
     def _takes_no(self, wire: EngineCoreRequest) -> bool:
         """Whether a request is turned away before anything else is done with it."""
@@ -444,12 +446,10 @@ class MockEngine:
             for client_index in range(self._client_count)
         ]
 
-    def _is_reachable(self, client_index: int, what: str) -> bool:
-        if client_index < self._client_count:
-            return True
+    def _ignore_unreachable(self, client_index: int, what: str) -> list[Outgoing]:
         clients = f"there are {self._client_count} clients"
         self.events.ignored(f"{what} is for client {client_index}, but {clients}")
-        return False
+        return []
 
     def shut_down(self, now: float, *, drain: bool) -> list[Outgoing]:
         """From now on refuse everything; abort what there is, unless it may ``drain``."""
@@ -463,8 +463,8 @@ class MockEngine:
     # Requests coming ----------------------------------------------------------------------------
 
     def _add(self, wire: EngineCoreRequest, now: float) -> list[Outgoing]:
-        if not self._is_reachable(wire.client_index, f"request {wire.request_id!r}"):
-            return []
+        if wire.client_index >= self._client_count:
+            return self._ignore_unreachable(wire.client_index, f"request {wire.request_id!r}")
         if self._is_shutting_down:
             return [
                 self._replies.ended(wire.client_index, [wire.request_id], FinishReason.ABORT, now)
@@ -555,13 +555,13 @@ class MockEngine:
             return request
         fault = None
         if wire.pooling_params is not None:
-            fault = self._queries.fault_of(wire)
+            fault = self._control.queries.fault_of(wire)
         if fault is None and wire.lora_request is not None:
             fault = self._control.adapters.fault_of(wire.lora_request)
         if fault is not None:
             return Refusal(fault)
         if request.is_pooling and not wire.abort_immediately:
-            request.query = self._queries.take(wire, request.key, request.prompt_len)
+            request.query = self._control.queries.take(wire, request.key, request.prompt_len)
         return request
 
     # Requests going -----------------------------------------------------------------------------
@@ -625,15 +625,16 @@ class MockEngine:
     # Utility calls ------------------------------------------------------------------------------
 
     def _call(self, request: UtilityRequest, now: float) -> list[Outgoing]:
-        if not self._is_reachable(request.client_index, f"utility call {request.method!r}"):
-            return []
+        if request.client_index >= self._client_count:
+            what = f"utility call {request.method!r}"
+            return self._ignore_unreachable(request.client_index, what)
         if self._is_shutting_down:
             output = self._control.refuse(request, "Server shutting down")
             return [self._replies.utility(request.client_index, output, now)]
         holds_blocks = self._scheduler.holds_blocks
         outcome = self._control.call(request, self.counts, holds_blocks=holds_blocks)
         replies: list[Outgoing] = []
-        self._scheduler.paused = self._control.pause.state.value
+        self._scheduler.paused = self._control.pause.scheduler
         match outcome.action:
             case RequestAction.ABORT_ALL:
                 replies += self._abort_all(now)

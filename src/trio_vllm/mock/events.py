@@ -68,6 +68,8 @@ LogEntry = (
     RequestStarted | RequestFinished | RequestRefused | MessageIgnored | PaceLost | EngineDied
 )
 
+_NAMES = {reason: str(reason) for reason in FinishReason}
+
 PACE_INTERVAL = 10.0
 """Seconds between two entries about a lost pace."""
 
@@ -156,7 +158,7 @@ class EventLog:
             self.summary.aborted += 1
         else:
             self.summary.finished += 1
-        reasons, name = self.summary.finish_reasons, str(reason)
+        reasons, name = self.summary.finish_reasons, _NAMES[reason]
         reasons[name] = reasons.get(name, 0) + 1
         if self._log_requests:
             entry = RequestFinished(request.request_id, request.prompt_len, request.emitted, reason)

@@ -38,7 +38,7 @@ TOKENS_AHEAD = 32_768
 """How many tokens a block whose requests stay draws ahead for all of them together."""
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, weakref_slot=False)
 class Member:
     """A request in the batch, and its place there; steps are those of its client."""
 
@@ -192,8 +192,8 @@ class RowBlock:
 
     # Members ------------------------------------------------------------------------------------
 
-    def add(self, members: Sequence[Member], rows: Sequence[bytes]) -> None:
-        """Put rows at the end, with their tokens of the step that was advanced to.
+    def add(self, members: Sequence[Member], rows: Sequence[bytes]) -> list[bytes]:
+        """Put rows at the end, with their tokens of the step that was advanced to; give them.
 
         ``rows`` are blank; the requests go on from the tokens that they have ``emitted``.
         """
@@ -219,6 +219,8 @@ class RowBlock:
         self.members += members
         self.count = stop
         self._changed()
+        data, length = self._rows[start:stop].tobytes(), self._row_length
+        return [data[at : at + length] for at in range(0, len(data), length)]
 
     def remove(self, member: Member) -> None:
         """Take out a row; the last one moves to its place."""
@@ -245,9 +247,12 @@ SPARE_BLOCKS = 8
 SPARE_ROWS = 1024
 """An empty block with more members than this at its peak is not kept."""
 
-SEVERAL_STEPS_SIZE = 4000
-"""Bytes of rows. With more it is better to make one step after the other: several at once would ask
+WRITTEN_AT_ONCE = 4000
+"""Bytes of rows. With more it is better to write one message after the other: several at once would ask
 for more than 128 KiB, which malloc gets from the system anew each time; up to 70 times as slow."""
+
+MADE_AT_ONCE = 128 * 1024
+"""Bytes of rows of all the steps that are made together."""
 
 TWO_FIELDS = b"\x92"
 
@@ -302,7 +307,7 @@ class ClientBatch:
 
     def steady_messages(self, template: MessageTemplate, now: float, count: int) -> list[bytes]:
         """Make ``count`` steady steps; their messages."""
-        if len(self._occupied) > 1:
+        if len(self._occupied) > 1 or self.size > WRITTEN_AT_ONCE:
             return [self.steady_message(template, now) for _ in range(count)]
         (block,) = self._occupied
         head = template.start(self.count)
@@ -375,9 +380,9 @@ class ClientBatch:
             staying.setdefault(len(blank), []).append((member, blank))
         for length, entries in staying.items():
             members = [member for member, _ in entries]
-            self._blocks[length].add(members, [blank for _, blank in entries])
-            for member in members:
-                self._add_first_row(member, builder)
+            rows = self._blocks[length].add(members, [blank for _, blank in entries])
+            for member, first in zip(members, rows, strict=True):
+                self._add_first_row(member, first[1:], builder)
         return finished
 
     def _block_of(self, row_length: int) -> RowBlock:
@@ -387,9 +392,9 @@ class ClientBatch:
             self._blocks[row_length] = block
         return block
 
-    def _add_first_row(self, member: Member, builder: MessageBuilder) -> None:
+    def _add_first_row(self, member: Member, id_and_tokens: bytes, builder: MessageBuilder) -> None:
         request = member.request
-        builder.add(row(member.block.row(member.slot)[1:], request, final=False))
+        builder.add(row(id_and_tokens, request, final=False))
         request.events, request.is_prefilled = None, True
         member.joined_step = self.step_count
         left = request.end - request.emitted
@@ -464,11 +469,10 @@ class FastBatch:
     ) -> tuple[int, list[Outgoing]] | None:
         """Make the next steady steps, ``limit`` at most: how many, and their messages.
 
-        None if there are none, or if `steady_step` is as fast.
+        None if there are none.
         """
-        if self._size > SEVERAL_STEPS_SIZE:
-            return None
-        count = min(limit, *(client.steady_count for _, client in self._active))
+        limit = min(limit, 1 + MADE_AT_ONCE // self._size)
+        count = min([limit, *[client.steady_count for _, client in self._active]])
         if count < 1:
             return None
         return count, [

@@ -11,7 +11,7 @@ with one group of full-attention layers.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableSequence, Sequence
 
 import attrs
 
@@ -67,42 +67,42 @@ class FreeBlocks:
 
     def put_last(self, blocks: Iterable[int]) -> None:
         """Free cached blocks; the first of them is evicted first."""
-        for block in blocks:
-            self._cached[block] = None
+        self._cached.update(dict.fromkeys(blocks))
 
 
 class CachedBlocks:
     """Full blocks by hash. Several blocks may hold the same; the one cached first is used."""
 
     def __init__(self) -> None:
-        self._blocks: dict[bytes, list[int]] = {}
-
-    def find(self, block_hash: bytes) -> int | None:
-        """A block with these contents."""
-        blocks = self._blocks.get(block_hash)
-        return blocks[0] if blocks else None
+        self._first: dict[bytes, int] = {}
+        self._others: dict[bytes, list[int]] = {}
+        self.find = self._first.get
+        """A block with these contents, or None."""
 
     def add(self, block_hash: bytes, block: int) -> None:
         """Make a block known."""
-        blocks = self._blocks.get(block_hash)
-        if blocks is None:
-            self._blocks[block_hash] = [block]
-        else:
-            blocks.append(block)
+        if self._first.setdefault(block_hash, block) != block:
+            self._others.setdefault(block_hash, []).append(block)
 
     def remove(self, block_hash: bytes, block: int) -> None:
         """Forget a block."""
-        blocks = self._blocks[block_hash]
-        blocks.remove(block)
-        if not blocks:
-            del self._blocks[block_hash]
+        others = self._others.get(block_hash)
+        if others is None:
+            del self._first[block_hash]
+            return
+        if self._first[block_hash] == block:
+            self._first[block_hash] = others.pop(0)
+        else:
+            others.remove(block)
+        if not others:
+            del self._others[block_hash]
 
 
 @attrs.define(eq=False)
 class BlockTable:
     """The blocks of one request, and the tokens in them."""
 
-    token_ids: Sequence[int]
+    token_ids: MutableSequence[int]
     """Prompt and output; must hold the tokens of a block by the time the block is full."""
     scope: CacheScope = PLAIN
     lora_id: int | None = None
@@ -215,13 +215,16 @@ class KvCache:
 
     def extend(self, table: BlockTable, num_tokens: int) -> None:
         """Give a table blocks for so many tokens in all; there must be enough."""
-        blocks = table.blocks
-        for _ in range(-(-num_tokens // self.block_size) - len(blocks)):
-            block = self._free.pop()
-            if self._hashes[block] is not None:
-                self._evict(block)
-            self._references[block] = 1
-            blocks.append(block)
+        for _ in range(-(-num_tokens // self.block_size) - len(table.blocks)):
+            self.add_block(table)
+
+    def add_block(self, table: BlockTable) -> None:
+        """Give a table another block; there must be one."""
+        block = self._free.pop()
+        if self._hashes[block] is not None:
+            self._evict(block)
+        self._references[block] = 1
+        table.blocks.append(block)
 
     def cache_full_blocks(self, table: BlockTable, num_tokens: int) -> None:
         """Make blocks known that are full once so many tokens are computed."""
@@ -229,7 +232,8 @@ class KvCache:
         known = table.num_cached
         if not self.enable_prefix_caching or full <= known:
             return
-        self._compute_hashes(table, full)
+        if len(table.hashes) < full:
+            self._compute_hashes(table, full)
         for index in range(known, full):
             block, block_hash = table.blocks[index], table.hashes[index]
             self._hashes[block] = block_hash
@@ -242,10 +246,11 @@ class KvCache:
         """Give back all blocks of a table, the last one first."""
         without_contents: list[int] = []
         cached: list[int] = []
+        references, hashes = self._references, self._hashes
         for block in reversed(table.blocks):
-            self._references[block] -= 1
-            if not self._references[block]:
-                (without_contents if self._hashes[block] is None else cached).append(block)
+            references[block] = left = references[block] - 1
+            if not left:
+                (without_contents if hashes[block] is None else cached).append(block)
         self._free.put_first(without_contents)
         self._free.put_last(cached)
         table.blocks.clear()
@@ -278,12 +283,12 @@ class KvCache:
 
     def _compute_hashes(self, table: BlockTable, count: int) -> None:
         """Compute the hashes of the first full blocks of a request, each once."""
-        hashes, size = table.hashes, self.block_size
-        for index in range(len(hashes), count):
-            start, end = index * size, (index + 1) * size
+        hashes, size, extra_keys = table.hashes, self.block_size, None
+        for start in range(len(hashes) * size, count * size, size):
+            token_ids = table.token_ids[start : start + size]
+            if table.scope is not PLAIN:
+                extra_keys = table.scope.extra_keys(start, start + size)
             parent = hashes[-1] if hashes else None
-            extra_keys = table.scope.extra_keys(start, end)
-            token_ids = table.token_ids[start:end]
             hashes.append(self._hasher.hash_block(parent, token_ids, extra_keys))
 
     def _evict(self, block: int) -> None:

@@ -48,6 +48,10 @@ class LateQueries:
     def __contains__(self, query_key: str) -> bool:
         return query_key in self._queries
 
+    def clear(self) -> None:
+        """Forget all, as workers do when their multimodal or encoder cache is reset."""
+        self._queries.clear()
+
     def fault_of(self, wire: EngineCoreRequest) -> str | None:
         """Why a request cannot be scored, in vLLM's words, if so."""
         late = late_params(wire, "score_doc")

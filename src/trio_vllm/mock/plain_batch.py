@@ -86,7 +86,12 @@ class RowMaker:
         output.new_token_ids = tokens
         if member.width:
             output.new_logprobs = self._logprobs.sample(
-                request.key, first, tokens, width, extras.logprob_token_ids
+                request.key,
+                first,
+                tokens,
+                width,
+                extras.logprob_token_ids,
+                num_candidates=extras.num_candidates,
             )
         member.emitted += count
         if member.emitted == request.end:

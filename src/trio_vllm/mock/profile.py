@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import attrs
 
 from trio_vllm.errors import ConfigurationError
-from trio_vllm.mock.config import MockEngineConfig, parse_duration
+from trio_vllm.mock.config import Check, MockEngineConfig, parse_duration
 
 DESCRIPTIONS = ("description", "source")
 """Keys of a profile that are no options."""
@@ -73,7 +72,8 @@ def parse_profile(text: str, name: str) -> dict[str, Any]:
 
 def _value(field: attrs.Attribute[Any], value: Any) -> Any:
     """A value of a profile, which may be a duration."""
-    if str(field.type) == "float" and isinstance(value, str):
+    is_of_duration = isinstance(field.validator, Check) and field.validator.is_of_duration
+    if is_of_duration and isinstance(value, str):
         try:
             return parse_duration(value)
         except ValueError as error:
@@ -81,9 +81,3 @@ def _value(field: attrs.Attribute[Any], value: Any) -> Any:
     if str(field.type) == "bool" and not isinstance(value, bool):
         raise ConfigurationError(f"{field.name} must be true or false, got {value!r}")
     return tuple(value) if isinstance(value, list) else value
-
-
-def describe_profile(name: str) -> Mapping[str, str]:
-    """What the file of a profile says about its numbers."""
-    given = tomllib.loads((_FILES / f"{name}.toml").read_text(encoding="utf-8"))
-    return {key: given[key] for key in DESCRIPTIONS}

@@ -12,14 +12,14 @@ import trio
 
 from trio_vllm.concurrency import running
 from trio_vllm.errors import ConfigurationError
-from trio_vllm.mock.config import KvEventsConfig, MockEngineConfig
+from trio_vllm.mock.config import KvEventsOptions, MockEngineConfig
 from trio_vllm.mock.engine import MockEngine
 from trio_vllm.mock.kv_events import EventPublisher, offset_port
 from trio_vllm.protocol import pack
 from trio_vllm.transport import KvEventSockets, open_kv_event_sockets
 
 
-def _endpoints(config: KvEventsConfig, engine_index: int) -> tuple[str, str | None]:
+def _endpoints(config: KvEventsOptions, engine_index: int) -> tuple[str, str | None]:
     try:
         replay = config.replay_endpoint
         return (
@@ -34,7 +34,7 @@ def _endpoints(config: KvEventsConfig, engine_index: int) -> tuple[str, str | No
 class KvEventFeed:
     """The sockets of one engine, and what goes out there for the `MockEngine` of the moment."""
 
-    _config: KvEventsConfig
+    _config: KvEventsOptions
     _engine_index: int
     _sockets: KvEventSockets
     _clock: Callable[[], float]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -12,7 +13,7 @@ from trio_vllm.mock.block_hashes import PLAIN, CacheScope, MultiModalSpan
 from trio_vllm.mock.config import MockEngineConfig
 from trio_vllm.mock.connector import Connector, KvTransfer, transfer_params
 from trio_vllm.mock.content import Pooler, TokenSource
-from trio_vllm.mock.deaths import fails_in_preprocessing, generates
+from trio_vllm.mock.deaths import fails_in_preprocessing, generates, prompt_length
 from trio_vllm.mock.ends import first_repetition, first_stop
 from trio_vllm.mock.kv_cache import BlockTable
 from trio_vllm.mock.late_interaction import LateQuery
@@ -35,6 +36,8 @@ class Extras:
     logprobs: int | None = None
     """Candidates per token besides the sampled one; -1 is the whole vocabulary."""
     logprob_token_ids: Sequence[int] | None = None
+    num_candidates: int | None = None
+    """From how many of the most probable tokens one is sampled, if not from all."""
     prompt_logprobs: int | None = None
     prompt_logprob_token_ids: Array | None = None
     prompt_token_ids: Sequence[int] = ()
@@ -46,7 +49,7 @@ class Extras:
     trace_headers: dict[str, str] | None = None
 
 
-@attrs.define(eq=False, kw_only=True)
+@attrs.define(eq=False, kw_only=True, weakref_slot=False)
 class Request:
     """An unfinished request; which batch it is in, and where, is that batch's to know."""
 
@@ -107,6 +110,8 @@ class Request:
         self.events = [*(self.events or ()), (event, now)]
 
 
+NO_TOKENS: frozenset[int] = frozenset()
+
 KEEPING = frozenset({FinishReason.LENGTH, FinishReason.STOP})
 """Ends after which the blocks of a prompt are kept for another engine."""
 
@@ -153,7 +158,7 @@ class RequestFactory:
         Where a real engine would die (no prompt, or one too long) this gives a refusal, in that
         engine's words if it has any.
         """
-        prompt_len = _prompt_len(wire)
+        prompt_len = prompt_length(wire)
         fault = self._fault(wire, prompt_len)
         if fault is not None:
             code = None if fails_in_preprocessing(wire) else Refusal.CODE
@@ -306,15 +311,6 @@ def _too_many(what: str, count: int) -> str | None:
     return f"{what} asks for {count} numbers in one output, {MAX_NUMBERS} are possible"
 
 
-def _prompt_len(wire: EngineCoreRequest) -> int:
-    if wire.prompt_token_ids is not None:
-        return len(wire.prompt_token_ids)
-    if wire.prompt_embeds is not None and wire.prompt_embeds.shape:
-        count, *sizes = wire.prompt_embeds.shape
-        return 0 if 0 in sizes else count  # any number of rows of nothing takes no memory
-    return 0
-
-
 def _scheduled(wire: EngineCoreRequest, prompt_len: int) -> ScheduledRequest:
     """What the scheduler is told of a request."""
     lora = wire.lora_request
@@ -328,7 +324,7 @@ def _scheduled(wire: EngineCoreRequest, prompt_len: int) -> ScheduledRequest:
         multimodal=_multimodal(wire),
     )
     table = BlockTable(
-        [0] * prompt_len if is_embeds else list(wire.prompt_token_ids or ()),
+        array("I", bytes(4 * prompt_len) if is_embeds else wire.prompt_token_ids or ()),
         PLAIN if scope == PLAIN else scope,
         lora_id=None if lora is None else lora.lora_int_id,
         session_id=wire.session_id,
@@ -356,7 +352,7 @@ def _extras(wire: EngineCoreRequest, emitted: int, vocab_size: int) -> Extras | 
     params = wire.sampling_params
     if params is None:
         return Extras(pooling=wire.pooling_params, trace_headers=wire.trace_headers or None)
-    masked = _masked(params, vocab_size) if params.min_tokens else frozenset[int]()
+    masked = _masked(params, vocab_size) if params.min_tokens else NO_TOKENS
     about_prompt = params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
     about_tokens = params.logprobs is not None or params.logprob_token_ids is not None
     if not (masked or about_prompt or about_tokens or wire.trace_headers):
@@ -365,6 +361,7 @@ def _extras(wire: EngineCoreRequest, emitted: int, vocab_size: int) -> Extras | 
     return Extras(
         logprobs=params.logprobs,
         logprob_token_ids=params.logprob_token_ids,
+        num_candidates=_num_candidates(params),
         prompt_logprobs=params.prompt_logprobs,
         prompt_logprob_token_ids=params.prompt_logprob_token_ids,
         prompt_token_ids=prompt,
@@ -372,6 +369,19 @@ def _extras(wire: EngineCoreRequest, emitted: int, vocab_size: int) -> Extras | 
         unmasked_from=emitted + params.min_tokens,
         trace_headers=wire.trace_headers or None,
     )
+
+
+GREEDY_BELOW = 1e-5
+"""Temperatures that upstream takes for 0."""
+
+
+def _num_candidates(params: EngineCoreSamplingParams) -> int | None:
+    """How many tokens sampling chooses among; what is replayed was not sampled."""
+    if params.trace_decode_token_ids:
+        return None
+    if params.temperature < GREEDY_BELOW:
+        return 1
+    return params.top_k if params.top_k > 0 else None
 
 
 def _masked(params: EngineCoreSamplingParams, vocab_size: int) -> frozenset[int]:

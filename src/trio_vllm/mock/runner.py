@@ -322,16 +322,16 @@ class EngineRunner:
         engine, clock = self.engine, self._clock
         end = now + seconds
         limit = STEPS if seconds else 1
-        while self._is_due(now):
+        while True:
             # ØMQ's own thread takes several messages at once for little more than one, but not
             # if each time it has to be woken for the first.
             made: list[Outgoing] = []
             batch_end = min(now + BATCH, end)
-            while self._is_due(now):
+            while True:
                 made += engine.steps(now, limit)
                 now = clock()
-                if now >= batch_end:
+                if now >= batch_end or not self._is_due(now):
                     break
             self.post(made)
-            if now >= end:
+            if now >= end or not self._is_due(now):
                 return

@@ -18,12 +18,14 @@ inputs, KV connectors other than NIXL's, and drafters that have a KV cache.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal
 
 import attrs
 
+from trio_vllm.mock.config import NEWEST_RELEASE
 from trio_vllm.mock.connector import (
     COMPLETED_WAITING,
     IN_PROGRESS,
@@ -32,7 +34,7 @@ from trio_vllm.mock.connector import (
     Connector,
     KvTransfer,
 )
-from trio_vllm.mock.decode_group import DecodeGroup
+from trio_vllm.mock.decode_group import DecodeGroup, by_seat
 from trio_vllm.mock.kv_cache import BlockTable, KvCache, count_query
 from trio_vllm.mock.request_queue import FcfsQueue, PriorityQueue
 from trio_vllm.mock.scheduled_request import RequestStatus, ScheduledRequest
@@ -72,8 +74,8 @@ class SchedulerConfig:
     """Draft tokens of a request in a step, from a drafter such as n-gram."""
     max_loras: int | None = None
     """How many adapters may be used in one step; None without LoRA."""
-    release: tuple[int, int] = (0, 32)
-    """Of vLLM: in 0.33 a request that preempted itself does not end the turn of the others,
+    vllm_release: tuple[int, int] = NEWEST_RELEASE
+    """In 0.33 a request that preempted itself does not end the turn of the others,
     adapters count for all running requests, and blocks full of accepted drafts are cached at once."""
 
     @property
@@ -168,6 +170,15 @@ class Loan:
     end: float
 
 
+@attrs.frozen
+class Fetch:
+    """A transfer that is under way."""
+
+    num_tokens: int
+    begin: float
+    end: float
+
+
 @attrs.define
 class RemoteBlocks:
     """What a scheduler fetches from other engines, and keeps for them."""
@@ -175,8 +186,7 @@ class RemoteBlocks:
     connector: Connector
     _cache: KvCache
     loans: dict[str, Loan] = attrs.field(factory=dict, init=False)
-    _transfers: dict[ScheduledRequest, float] = attrs.field(factory=dict, init=False)
-    """When each that is under way will be over."""
+    _transfers: dict[ScheduledRequest, Fetch] = attrs.field(factory=dict, init=False)
     _stages: dict[ScheduledRequest, str] = attrs.field(factory=dict, init=False)
     _statistics: PrefixCacheStats = attrs.field(factory=PrefixCacheStats, init=False)
 
@@ -205,9 +215,9 @@ class RemoteBlocks:
             return 0
         return request.num_prompt_tokens - num_local
 
-    def fetch(self, request: ScheduledRequest, now: float) -> None:
+    def fetch(self, request: ScheduledRequest, num_tokens: int, now: float) -> None:
         """Begin a transfer."""
-        self._transfers[request] = now + request.transfer_time
+        self._transfers[request] = Fetch(num_tokens, now, now + request.transfer_time)
         self._stages[request] = IN_PROGRESS
         request.was_fetched = True
 
@@ -234,18 +244,20 @@ class RemoteBlocks:
 
     def advance(self, now: float) -> None:
         """End the transfers and the loans whose time is over."""
-        for request in [one for one, end in self._transfers.items() if end <= now]:
-            del self._transfers[request]
+        for request in [one for one, fetch in self._transfers.items() if fetch.end <= now]:
+            fetch = self._transfers.pop(request)
+            self.connector.note_transfer(fetch.num_tokens, fetch.end - fetch.begin)
             self._stages[request] = COMPLETED_WAITING
             self.connector.note_fetched(_transfer_of(request))
         for request_id in [one for one, loan in self.loans.items() if loan.end <= now]:
             self.release(request_id)
+            self.connector.note_expired()
 
     @property
     def next_timer(self) -> float:
         """When the first of them will be over."""
-        ends = [*self._transfers.values(), *(loan.end for loan in self.loans.values())]
-        return min(ends, default=math.inf)
+        timers: list[Fetch | Loan] = [*self._transfers.values(), *self.loans.values()]
+        return min((timer.end for timer in timers), default=math.inf)
 
     def record_query(self, request: ScheduledRequest, num_local: int, num_external: int) -> None:
         """Count that a request was scheduled: what it did not have here could have come from there."""
@@ -400,9 +412,13 @@ class Scheduler:
 
     def release(self, request_id: str) -> None:
         """Another engine has fetched the blocks of a request, or will not; an unknown id is ignored."""
-        if self._remote is not None and self._remote.release(request_id):
+        if self._remote is None:
+            return
+        if self._remote.release(request_id):
             self._farewell = True
             self.wake()
+        else:
+            self._remote.connector.note_late_notification()
 
     def release_all(self) -> None:
         """Keep blocks for nobody."""
@@ -431,8 +447,13 @@ class Scheduler:
                 self._preempt(self._running.pop(), now)
         return self._cache.reset_prefix_cache()
 
-    def schedule(self, now: float) -> Step:
-        """Begin a step: decide who computes what, allocate blocks, preempt and admit."""
+    def schedule(self, now: float, among: Collection[ScheduledRequest] | None = None) -> Step:
+        """Begin a step: decide who computes what, allocate blocks, preempt and admit.
+
+        Args:
+          now: The time.
+          among: The running requests that have something to compute, if the caller knows.
+        """
         step = self._new_step(now)
         if self._remote is not None:
             self._remote.advance(now)
@@ -440,7 +461,8 @@ class Scheduler:
             self._schedule_group(step)
         else:
             self._group.dissolve()
-            self._schedule_running(step)
+            running = self._running.copy() if among is None else sorted(among, key=by_seat)
+            self._schedule_running(running, step)
         if not step.preempted and self.paused != "all":
             self._schedule_waiting(step)
         self._advance(step)
@@ -494,6 +516,7 @@ class Scheduler:
             prefix_cache_stats=self._cache.take_statistics(),
             connector_prefix_cache_stats=None if remote is None else remote.take_statistics(),
             spec_decoding_stats=None if step is None else step.spec_decoding_stats,
+            kv_connector_stats=None if remote is None else remote.connector.take_stats(),
             iteration_details=step.details if step is not None and step.num_tokens else None,
         )
 
@@ -520,9 +543,10 @@ class Scheduler:
         cache, block_size = self._cache, self._cache.block_size
         for request, num_computed_tokens in self._group.step():
             # A block begins with one token, and so it may also be full of it.
-            if num_computed_tokens % block_size == 1 % block_size:
-                cache.extend(request.table, num_computed_tokens)
-            if not num_computed_tokens % block_size:
+            tokens_in_block = num_computed_tokens % block_size
+            if tokens_in_block == 1 % block_size:
+                cache.add_block(request.table)
+            if not tokens_in_block:
                 cache.cache_full_blocks(request.table, num_computed_tokens)
         count = len(self._running)
         step.rows = self._running.copy()
@@ -530,38 +554,34 @@ class Scheduler:
         step.details.num_generation_requests = step.details.num_generation_tokens = count
         step.context_length = self._group.num_computed_tokens
 
-    def _schedule_running(self, step: Step) -> None:
-        """Schedule the running requests one by one."""
-        index = 0
-        while index < len(self._running) and step.budget > 0:
-            request = self._running[index]
+    def _schedule_running(self, requests: list[ScheduledRequest], step: Step) -> None:
+        """Schedule running requests one by one; some of them may be preempted for others."""
+        for request in requests:
+            if step.budget <= 0:
+                break
+            if request.status is not RequestStatus.RUNNING:
+                continue
             num_tokens = self._next_chunk(request, step)
-            if num_tokens:
-                index -= self._make_room(request, num_tokens, step)
-                if request.status is not RequestStatus.RUNNING:
-                    if self._goes_on_after_preemption:
-                        continue
-                    break
+            if not num_tokens:
+                continue
+            if self._make_room(request, num_tokens, step):
                 step.give(request, num_tokens)
                 step.goes_on_with_prefill |= request.is_prefill_chunk
                 self._spend_drafts(request, step)
-            index += 1
+            elif not self._goes_on_after_preemption:
+                break
 
-    def _make_room(self, request: ScheduledRequest, num_tokens: int, step: Step) -> int:
-        """Give a running request its blocks, for which others or itself may be preempted.
-
-        Returns:
-          How many requests before it do not run any more.
-        """
-        before = 0
-        while request.status is RequestStatus.RUNNING and not self._allocate(request, num_tokens):
+    def _make_room(self, request: ScheduledRequest, num_tokens: int, step: Step) -> bool:
+        """Give a running request its blocks, for which others may be preempted, or it: then not."""
+        while not self._allocate(request, num_tokens):
             victim = self._choose_victim()
-            before += victim.seat < request.seat
             self._running.remove(victim)
             step.take_back(victim)
             step.preempted.append(victim)
             self._preempt(victim, step.now)
-        return before
+            if victim is request:
+                return False
+        return True
 
     def _next_chunk(self, request: ScheduledRequest, step: Step) -> int:
         """How many tokens a running request is to compute."""
@@ -589,7 +609,7 @@ class Scheduler:
     @property
     def _goes_on_after_preemption(self) -> bool:
         """Whether others are still scheduled after a request had to preempt itself."""
-        return self._config.release >= (0, 33) and self._config.scheduling_policy == "priority"
+        return self._config.vllm_release >= (0, 33) and self._config.scheduling_policy == "priority"
 
     def _preempt(self, request: ScheduledRequest, now: float) -> None:
         """Take a request's blocks and put it back into the queue; it is out of the running ones."""
@@ -605,9 +625,11 @@ class Scheduler:
         """Give a running request the blocks for its next tokens, if there are enough."""
         cache, table = self._cache, request.table
         end = min(request.num_computed_tokens + num_tokens, self._config.max_model_len)
-        if cache.blocks_for(end) - len(table.blocks) > cache.free_count:
-            return False
-        cache.extend(table, end)
+        missing = cache.blocks_for(end) - len(table.blocks)
+        if missing > 0:
+            if missing > cache.free_count:
+                return False
+            cache.extend(table, end)
         cache.cache_full_blocks(table, min(end, request.num_tokens))
         return True
 
@@ -683,7 +705,7 @@ class Scheduler:
         cache.extend(table, end)
         request.num_computed_tokens = end
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-        self._remote.fetch(request, step.now)
+        self._remote.fetch(request, num_external, step.now)
         return True
 
     def _reserved_blocks(self) -> int:
@@ -708,7 +730,9 @@ class Scheduler:
         """The adapters in use."""
         if self._config.max_loras is None:
             return set()
-        in_use = self._running if self._config.release >= (0, 33) else step.rows or step.scheduled
+        in_use = (
+            self._running if self._config.vllm_release >= (0, 33) else step.rows or step.scheduled
+        )
         return {one.table.lora_id for one in in_use if one.table.lora_id is not None}
 
     def _exceeds_loras(self, request: ScheduledRequest, loras: set[int]) -> bool:
@@ -810,7 +834,7 @@ class Scheduler:
             self._observe_drafts(step, num_drafts, got.num_accepted)
         request.num_tokens += got.num_delivered
         request.num_draft_tokens = self._config.num_speculative_tokens
-        if request.num_draft_tokens and self._config.release >= (0, 33):
+        if request.num_draft_tokens and self._config.vllm_release >= (0, 33):
             # The last token of a row is not computed yet, even if the row was cut.
             self._cache.cache_full_blocks(request.table, request.num_tokens - 1)
 
@@ -838,7 +862,7 @@ class Scheduler:
 
     def _finish(self, finished: Collection[ScheduledRequest], step: Step) -> None:
         """End requests in the order of their rows."""
-        ending = sorted(finished, key=lambda request: request.seat)
+        ending = sorted(finished, key=by_seat)
         requests = [one for one in ending if one.status is RequestStatus.RUNNING]
         self._leave_queues(requests)
         for request in requests:
@@ -852,7 +876,7 @@ class Scheduler:
         for request in running:
             self._group.leave(request)
         if len(running) == 1:
-            self._running.remove(running[0])
+            del self._running[bisect_left(self._running, running[0].seat, key=by_seat)]
         elif running:
             leaving = set(running)
             self._running = [one for one in self._running if one not in leaving]

@@ -6,11 +6,12 @@ much in a step is decided in ``scheduling.py``; here rows are made of that.
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Callable, Mapping, Sequence
+from heapq import heappop, heappush
 
-import attrs
-
-from trio_vllm.mock.block_hashes import DEFAULT_SEED, BlockHasher
+from trio_vllm.mock.block_hashes import DEFAULT_SEED, BlockHasher, BlockKeys
 from trio_vllm.mock.config import MockEngineConfig
 from trio_vllm.mock.connector import Connector
 from trio_vllm.mock.content import TokenSource
@@ -24,7 +25,8 @@ from trio_vllm.mock.encoding import (
 )
 from trio_vllm.mock.kv_cache import KvCache
 from trio_vllm.mock.kv_events import KvCacheEvent
-from trio_vllm.mock.plain_batch import PlainMember, RowMaker
+from trio_vllm.mock.lineup import Lineup, Member, Share
+from trio_vllm.mock.plain_batch import RowMaker
 from trio_vllm.mock.request import Request
 from trio_vllm.mock.scheduled_request import RequestStatus, ScheduledRequest
 from trio_vllm.mock.scheduling import (
@@ -37,7 +39,7 @@ from trio_vllm.mock.scheduling import (
 )
 from trio_vllm.mock.spread import Acceptance
 from trio_vllm.mock.times import RequestTimes, StepTimes
-from trio_vllm.mock.token_rows import Layout, TokenRows
+from trio_vllm.mock.token_rows import TokenRows
 from trio_vllm.mock.unlimited import MAX_LAG, Counts, Paused
 from trio_vllm.protocol import EventType, PrefillStats, SchedulerStats
 
@@ -52,40 +54,20 @@ def _scheduler_config(config: MockEngineConfig) -> SchedulerConfig:
         scheduling_policy=config.scheduling_policy,
         max_loras=config.max_loras or None,
         num_speculative_tokens=config.num_speculative_tokens,
-        release=config.release,
+        vllm_release=config.vllm_release,
     )
 
 
 def _kv_cache(config: MockEngineConfig) -> KvCache:
     seed = config.prefix_caching_hash_seed or DEFAULT_SEED
+    kind = BlockKeys if config.kv_events is None else BlockHasher
     return KvCache(
         config.num_blocks,
         config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
-        hasher=BlockHasher(config.prefix_caching_hash_algo, seed),
+        hasher=kind(config.prefix_caching_hash_algo, seed),
         enable_events=config.kv_events is not None,
     )
-
-
-@attrs.define(eq=False)
-class _Member:
-    """A request, and where its rows are made: in a slot, or as objects."""
-
-    request: Request
-    scheduled: ScheduledRequest
-    slot: int | None = None
-    plain: PlainMember | None = None
-
-
-@attrs.define(eq=False)
-class _Share:
-    """What one client gets in a step."""
-
-    client_index: int
-    members: Sequence[_Member]
-    """Those with a slot."""
-    layout: Layout
-    places: Mapping[ScheduledRequest, int]
 
 
 class SimulatedScheduler:
@@ -125,11 +107,10 @@ class SimulatedScheduler:
         # In a slot a request gets one token a step.
         self._fast_path = fast_path and not config.num_speculative_tokens
         self._acceptance = Acceptance(config.acceptance_rate)
-        self._members: dict[str, _Member] = {}
-        self._by_scheduled: dict[ScheduledRequest, _Member] = {}
-        self._laid_out: list[ScheduledRequest] | None = None
-        self._shares: list[_Share] = []
-        self._plain: list[_Member] = []  # of the rows laid out
+        self._members: dict[str, Member] = {}
+        self._by_scheduled: dict[ScheduledRequest, Member] = {}
+        self._lineup = Lineup(self._rows)
+        self._is_exact = True  # all that were scheduled for the step in hand still run
         self._stats: SchedulerStats | None = None
         self._encoder = SchedulerStatsEncoder()
         self._held: frozenset[int] = frozenset()
@@ -186,10 +167,10 @@ class SimulatedScheduler:
         """Let a request wait for its turn."""
         scheduled = request.scheduled
         assert scheduled is not None
-        member = _Member(request, scheduled)
+        member = Member(request, scheduled)
         if self._fast_path and self._rows.accepts(request):
-            ids: list[int] = scheduled.table.token_ids  # type: ignore[assignment]
-            member.slot = self._rows.add(request, ids)
+            assert isinstance(scheduled.table.token_ids, array)
+            member.slot = self._rows.add(request, scheduled.table.token_ids)
         else:
             member.plain = self._maker.member(request)
         self._members[request.request_id] = self._by_scheduled[scheduled] = member
@@ -200,12 +181,17 @@ class SimulatedScheduler:
     def remove(self, request: Request) -> None:
         """Forget an unfinished request; what it has ``emitted`` is up to date then."""
         self._scheduler.abort([request.request_id])
-        self._forget(self._members[request.request_id])
+        self._forget([self._members[request.request_id]])
+        self._is_exact = False
 
-    def _forget(self, member: _Member) -> None:
+    def _forget(self, members: Sequence[Member]) -> None:
+        self._lineup.remove(members)
+        for member in members:
+            self._forget_one(member)
+
+    def _forget_one(self, member: Member) -> None:
         request = member.request
         del self._members[request.request_id], self._by_scheduled[member.scheduled]
-        self._laid_out = None
         if member.plain is not None:
             request.emitted = member.plain.emitted
         elif member.slot is not None:
@@ -227,6 +213,7 @@ class SimulatedScheduler:
     def preempt_all(self, now: float) -> None:
         """Let all running requests wait again, and forget the prefix cache."""
         self._scheduler.wake()
+        self._is_exact = False
         if self._in_hand is None:
             self._scheduler.reset_prefix_cache(now, reset_running_requests=True)
         else:
@@ -294,66 +281,51 @@ class SimulatedScheduler:
 
     def _end(self, step: Step, builder_for: Callable[[int], MessageBuilder]) -> list[Request]:
         """Make the rows of a step, and let the scheduler know."""
-        running = RequestStatus.RUNNING
-        # Some may have been aborted since.
-        rows = [request for request in step.rows if request.status is running]
-        if rows != self._laid_out:
-            self._lay_out(rows)
-        lasts = [self._rows.advance(share.layout) for share in self._shares]
+        rows = step.rows
+        if not self._is_exact:
+            rows = [request for request in rows if request.status is RequestStatus.RUNNING]
+        self._is_exact = True
+        self._lineup.follow(rows, self._by_scheduled)
+        shares = [*self._lineup.shares.items()]
+        lasts = [self._rows.advance(share.layout) for _, share in shares]
         sampled = self._sample_plain(step)
         finished = [
             share.members[place]
-            for share, last in zip(self._shares, lasts, strict=True)
+            for (_, share), last in zip(shares, lasts, strict=True)
             for place in last
         ]
-        finished += [member for member in self._plain if _is_last(member)]
+        finished += [member for member in self._lineup.plain.members if _is_last(member)]
         extras = self._scheduler.update(step, [member.scheduled for member in finished], sampled)
-        for share, last in zip(self._shares, lasts, strict=True):
-            self._write(share, last, extras, builder_for(share.client_index))
+        for (client_index, share), last in zip(shares, lasts, strict=True):
+            self._write(share, last, extras, builder_for(client_index))
         self._write_plain(extras, builder_for)
         self.tokens_made += len(rows) + sum(got.num_delivered - 1 for got in sampled.values())
         if events := self._cache.take_events():
             self._kv_events.append(events)
         self._stats = self._scheduler.make_stats(step)
-        for member in finished:
-            self._forget(member)
+        if finished:
+            self._forget(finished)
         self._reset_when_ended(step.now)
         return [member.request for member in finished]
 
-    def _lay_out(self, rows: list[ScheduledRequest]) -> None:
-        """Note whose rows these are."""
-        self._laid_out, self._plain = rows, []
-        by_client: dict[int, list[_Member]] = {}
-        for scheduled in rows:
-            member = self._by_scheduled[scheduled]
-            if member.slot is None:
-                self._plain.append(member)
-            else:
-                by_client.setdefault(member.request.client_index, []).append(member)
-        self._shares = [self._share(index, members) for index, members in by_client.items()]
-
-    def _share(self, client_index: int, members: Sequence[_Member]) -> _Share:
-        layout = self._rows.lay_out([m.slot for m in members if m.slot is not None])
-        places = {member.scheduled: place for place, member in enumerate(members)}
-        return _Share(client_index, members, layout, places)
-
     def _write(
         self,
-        share: _Share,
+        share: Share,
         last: Sequence[int],
         extras: Mapping[ScheduledRequest, RowExtras],
         builder: MessageBuilder,
     ) -> None:
         """Put the rows of one client into its message: those with more than tokens one by one."""
-        places, edges = share.places, share.layout.edges
-        data = share.layout.buffer.tobytes()
-        special = sorted({*last, *(places[one] for one in extras if one in places)})
-        done = 0
-        for place in special:
+        layout = share.layout
+        data = bytes(layout.buffer)
+        told = (share.find(self._by_scheduled[request].seat) for request in extras)
+        special = {*last, *(place for place in told if place is not None)}
+        done = written = 0
+        for place in sorted(special):
             member = share.members[place]
-            start, end = edges[place], edges[place + 1]
+            start, end = layout.edges(place)
             if place > done:
-                builder.add(data[edges[done] : start], place - done)
+                builder.add(data[written:start], place - done)
             events, prefill = _told(extras.get(member.scheduled))
             stats = None if prefill is None else pack_prefill_stats(prefill)
             is_last = place in last
@@ -362,15 +334,16 @@ class SimulatedScheduler:
             )
             if is_last:
                 builder.finished.append(member.request.request_id)
-            done = place + 1
-        if done < len(share.members):
-            builder.add(data[edges[done] :], len(share.members) - done)
+            done, written = place + 1, end
+        if done < len(layout):
+            builder.add(data[written:], len(layout) - done)
 
     def _sample_plain(self, step: Step) -> dict[ScheduledRequest, Sampled]:
         """Give tokens to the rows that are objects; which of them got not just one."""
-        width = max((member.plain.width for member in self._plain if member.plain), default=0)
+        members = self._lineup.plain.members
+        width = max((member.plain.width for member in members if member.plain), default=0)
         sampled: dict[ScheduledRequest, Sampled] = {}
-        for member in self._plain:
+        for member in members:
             plain = member.plain
             assert plain is not None
             if plain.prefill is not None:
@@ -379,7 +352,7 @@ class SimulatedScheduler:
                 plain.prefill = None
             got = self._verify(member.request, plain.emitted, step.drafts.get(member.scheduled))
             self._maker.sample(plain, width, got.num_delivered)
-            member.scheduled.table.token_ids += plain.output.new_token_ids  # type: ignore[operator]
+            member.scheduled.table.token_ids.extend(plain.output.new_token_ids)
             if got is not ONE_TOKEN:
                 sampled[member.scheduled] = got
         return sampled
@@ -396,7 +369,7 @@ class SimulatedScheduler:
         extras: Mapping[ScheduledRequest, RowExtras],
         builder_for: Callable[[int], MessageBuilder],
     ) -> None:
-        for member in self._plain:
+        for member in self._lineup.plain.members:
             plain, request = member.plain, member.request
             assert plain is not None
             events, prefill = _told(extras.get(member.scheduled))
@@ -454,6 +427,10 @@ class TimedRequests(SimulatedScheduler):
     ) -> None:
         super().__init__(config, source, fast_path=fast_path, connector=connector)
         self._dues: dict[ScheduledRequest, float] = {}  # of the rows that are withheld
+        self._order: list[tuple[float, int, ScheduledRequest]] = []
+        """A heap of these, and of some that are not any more."""
+        self._unscheduled: set[ScheduledRequest] = set()
+        """Those that run and have something to compute."""
         self._last: dict[ScheduledRequest, float] = {}  # when a request got its last token
         self._is_eager = False  # there may be something to schedule before a row is due
         self._looked_at = 0.0
@@ -484,8 +461,16 @@ class TimedRequests(SimulatedScheduler):
         if not self._dues:
             return self._scheduler.due(now)
         pause = max(GRANULARITY, GRANULARITY_PER_REQUEST * self._scheduler.num_running)
-        first = min(min(self._dues.values()), self._scheduler.next_timer)
+        first = min(self._first_due, self._scheduler.next_timer)
         return max(first, self._looked_at + pause)
+
+    @property
+    def _first_due(self) -> float:
+        """When the next row is due."""
+        order = self._order
+        while order and self._dues.get(order[0][2]) != order[0][0]:
+            heappop(order)
+        return order[0][0] if order else math.inf
 
     def step(self, now: float, builder_for: Callable[[int], MessageBuilder]) -> list[Request]:
         """Send the rows that are due, and schedule what can be; which requests have finished."""
@@ -493,29 +478,40 @@ class TimedRequests(SimulatedScheduler):
         if not self.has_work:
             self._is_eager = False
             return finished
-        due = [request for request, time in self._dues.items() if time <= now]
+        due = bool(self._dues) and self._first_due <= now
         if due:
-            finished = self._end(self._step_of(due, now), builder_for)
+            step = self._step_of_due(now)
+            self._unscheduled.update(step.rows)  # those that end leave it
+            finished = self._end(step, builder_for)
         self._is_eager, self._looked_at = False, now
         if self._scheduler.has_work:
-            self._schedule(now, keep_stats=bool(due))
+            self._schedule(now, keep_stats=due)
         return finished
 
-    def _step_of(self, due: list[ScheduledRequest], now: float) -> Step:
-        """A step with just these rows."""
-        for request in due:
-            self._last[request] = self._keep_pace(self._dues.pop(request), now)
+    def _step_of_due(self, now: float) -> Step:
+        """A step with just the rows that are due."""
+        due: list[ScheduledRequest] = []
+        while (time := self._first_due) <= now:
+            request = heappop(self._order)[2]
+            del self._dues[request]
+            self._last[request] = self._keep_pace(time, now)
+            due.append(request)
         step = Step(now, 0, 0.0)
         step.rows = step.individual_rows = sorted(due, key=lambda request: request.seat)
         return step
 
     def _schedule(self, now: float, *, keep_stats: bool) -> None:
-        step = self._scheduler.schedule(now)
+        step = self._scheduler.schedule(now, among=self._unscheduled)
+        self._unscheduled.difference_update(step.scheduled)
         for request in step.preempted:
             self._dues.pop(request, None)
+            self._unscheduled.discard(request)
         for request in step.rows:
-            self._dues[request] = self._due_time(request, now)
-        self._is_eager = any(request.is_prefill_chunk for request in step.scheduled)
+            self._dues[request] = due = self._due_time(request, now)
+            heappush(self._order, (due, request.seat, request))
+        chunks = [request for request in step.scheduled if request.is_prefill_chunk]
+        self._unscheduled.update(chunks)
+        self._is_eager = bool(chunks)
         if not keep_stats:
             self._stats = self._scheduler.make_stats(step)
 
@@ -532,15 +528,17 @@ class TimedRequests(SimulatedScheduler):
             key, computed, running, is_remote=member.request.is_prefilled_elsewhere
         )
 
-    def _forget(self, member: _Member) -> None:
-        super()._forget(member)
+    def _forget_one(self, member: Member) -> None:
+        super()._forget_one(member)
         self._dues.pop(member.scheduled, None)
         self._last.pop(member.scheduled, None)
+        self._unscheduled.discard(member.scheduled)
 
     def preempt_all(self, now: float) -> None:
         """Let all running requests wait again, and forget the prefix cache."""
         super().preempt_all(now)
         self._dues.clear()
+        self._unscheduled.clear()
 
 
 def simulated_scheduler(
@@ -555,7 +553,7 @@ def simulated_scheduler(
     return kind(config, source, fast_path=fast_path, connector=connector)
 
 
-def _is_last(member: _Member) -> bool:
+def _is_last(member: Member) -> bool:
     return member.plain is not None and member.plain.output.finish_reason is not None
 
 

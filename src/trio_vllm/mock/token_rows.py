@@ -6,11 +6,10 @@ goes on at its own pace, so that every row has a slot with tokens drawn ahead fo
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 
@@ -18,7 +17,7 @@ from trio_vllm.mock.content import U64, TokenSource
 from trio_vllm.mock.encoding import TokenCells, pack_str
 from trio_vllm.mock.request import Request
 
-_WIDTH = 64
+_WIDTH = 128
 """Tokens drawn ahead for a request."""
 _FIRST_CAPACITY = 64
 MAX_ROW_LENGTH = 4096
@@ -27,27 +26,47 @@ MAX_ROW_LENGTH = 4096
 Indices = npt.NDArray[np.intp]
 
 
-@attrs.define(eq=False)
 class Layout:
-    """Rows that stand one behind the other, each with room for one token."""
+    """Rows that stand one behind the other, each with room for one token.
 
-    slots: Indices
-    buffer: npt.NDArray[np.uint8]
-    edges: Sequence[int]
-    """Where each row begins, and where the last one ends."""
-    cells: Indices
-    """Where the bytes of each token are."""
+    Of each row: its slot, the place of its next token among all drawn ahead, how many tokens it will
+    still get, and where it ends in the buffer.
+    """
+
+    def __init__(self) -> None:
+        self.buffer = bytearray()
+        self.quiet_steps = 0
+        """For so many steps no row ends, and none runs out of tokens drawn ahead."""
+        self.set_columns(np.zeros((4, 0), np.intp))
+
+    def set_columns(self, columns: Indices) -> None:
+        """Take over what is known of all rows, after the buffer has changed."""
+        self.columns = columns
+        self.slots, self.places, self.left, self.ends = columns
+        self.cells: Indices | None = None
+        """Where the bytes of each token are."""
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def edges(self, row: int) -> tuple[int, int]:
+        """Where a row begins and ends in the buffer."""
+        return int(self.ends[row - 1]) if row else 0, int(self.ends[row])
 
 
 class TokenRows:
-    """Slots of requests that want nothing but tokens, one in a step."""
+    """Slots of requests that want nothing but tokens, one in a step.
+
+    While a slot is in a layout, that is where its place and the number of its tokens are counted.
+    """
 
     def __init__(self, vocab_size: int, source: TokenSource) -> None:
         self._source = source
         self._cells = TokenCells.of(vocab_size)
         self._blank = self._cells.blank(1)
+        self._before_end: Indices = np.arange(-self._cells.dtype.itemsize, 0)
         self._last_tokens: dict[int, int] = {}  # by slot, of those that know theirs
-        self._ids: list[list[int]] = []
+        self._ids: list[array[int] | None] = []
         """By slot, where tokens go once they are drawn."""
         self._heads: list[bytes] = []
         self._free: list[int] = []
@@ -55,22 +74,23 @@ class TokenRows:
 
     def _allocate(self, capacity: int) -> None:
         self._ahead = np.zeros((capacity, _WIDTH), self._cells.dtype)
-        self._columns: Indices = np.zeros(capacity, np.intp)  # of the next token
+        self._all_ahead = self._ahead.reshape(-1)
+        self._places: Indices = np.zeros(capacity, np.intp)
         self._keys: U64 = np.zeros(capacity, np.uint64)
         self._nexts: U64 = np.zeros(capacity, np.uint64)  # position behind those drawn
-        self._left: npt.NDArray[np.int64] = np.zeros(capacity, np.int64)
+        self._left: Indices = np.zeros(capacity, np.intp)
 
     def _grow(self) -> None:
-        old = (self._ahead, self._columns, self._keys, self._nexts, self._left)
+        old = (self._ahead, self._places, self._keys, self._nexts, self._left)
         count = len(self._heads)
         capacity = max(_FIRST_CAPACITY, 2 * count)
         self._allocate(capacity)
         new: tuple[npt.NDArray[Any], ...]
-        new = (self._ahead, self._columns, self._keys, self._nexts, self._left)
-        for array, values in zip(new, old, strict=True):
-            array[:count] = values
+        new = (self._ahead, self._places, self._keys, self._nexts, self._left)
+        for arrays, values in zip(new, old, strict=True):
+            arrays[:count] = values
         self._heads += [b""] * (capacity - count)
-        self._ids += [[]] * (capacity - count)
+        self._ids += [None] * (capacity - count)
         self._free += range(capacity - 1, count - 1, -1)
 
     def accepts(self, request: Request) -> bool:
@@ -79,14 +99,14 @@ class TokenRows:
         fits = last is None or last < 1 << 8 * self._cells.dtype.itemsize
         return is_short and fits and not request.is_plain
 
-    def add(self, request: Request, ids: list[int]) -> int:
+    def add(self, request: Request, ids: array[int]) -> int:
         """Give a request a slot; its tokens are appended to ``ids`` some time before they are sent."""
         if not self._free:
             self._grow()
         slot = self._free.pop()
         self._heads[slot] = b"".join((b"\x92", pack_str(request.request_id), self._blank))
         self._ids[slot] = ids
-        self._columns[slot] = _WIDTH
+        self._places[slot] = (slot + 1) * _WIDTH
         self._keys[slot], self._nexts[slot] = request.key, request.emitted
         self._left[slot] = request.end - request.emitted
         if request.last_token is not None:
@@ -94,50 +114,88 @@ class TokenRows:
         return slot
 
     def remove(self, slot: int) -> int:
-        """Free a slot; how many tokens its request did not get."""
+        """Free a slot that is in no layout; how many tokens its request did not get."""
         self._free.append(slot)
-        self._ids[slot] = []
+        self._ids[slot] = None
         self._last_tokens.pop(slot, None)
         return int(self._left[slot])
 
-    def lay_out(self, slots: Sequence[int]) -> Layout:
-        """The rows of these slots in this order."""
+    # Layouts ------------------------------------------------------------------------------------
+
+    def append(self, layout: Layout, slots: Sequence[int]) -> None:
+        """Put the rows of some slots at the end of a layout."""
         heads = [self._heads[slot] for slot in slots]
-        edges = [0, *accumulate(map(len, heads))]
-        size = self._cells.dtype.itemsize
-        starts = np.array(edges[1:], np.intp) - size
-        buffer = np.frombuffer(bytearray().join(heads), np.uint8)
-        return Layout(np.array(slots, np.intp), buffer, edges, starts[:, None] + np.arange(size))
+        added = np.empty((4, len(slots)), np.intp)
+        added[0] = slots
+        added[1], added[2] = self._places[added[0]], self._left[added[0]]
+        np.cumsum([len(head) for head in heads], out=added[3])
+        added[3] += len(layout.buffer)
+        layout.buffer += b"".join(heads)
+        layout.quiet_steps = 0
+        layout.set_columns(np.concatenate((layout.columns, added), axis=1))
+
+    def take_out(self, layout: Layout, row: int) -> None:
+        """Take a row out of a layout."""
+        columns = layout.columns
+        slot, place, left, _ = columns[:, row]
+        self._places[slot], self._left[slot] = place, left
+        start, end = layout.edges(row)
+        del layout.buffer[start:end]
+        columns[3, row + 1 :] -= end - start
+        layout.set_columns(np.concatenate((columns[:, :row], columns[:, row + 1 :]), axis=1))
+
+    def take_apart(self, layout: Layout) -> None:
+        """Take all rows out of a layout."""
+        self._places[layout.slots], self._left[layout.slots] = layout.places, layout.left
+        layout.buffer.clear()
+        layout.set_columns(layout.columns[:, :0])
 
     def advance(self, layout: Layout) -> list[int]:
         """Write the next token into each row; which rows have their last one."""
-        slots = layout.slots
-        columns = self._columns[slots]
-        spent = slots[columns == _WIDTH]
-        if spent.size:
-            self._draw(spent)
-            columns = self._columns[slots]
-        tokens = self._ahead[slots, columns]
-        layout.buffer[layout.cells] = tokens.view(np.uint8).reshape(layout.cells.shape)
-        self._columns[slots] = columns + 1
-        left = self._left[slots] - 1
-        self._left[slots] = left
-        last: list[int] = np.flatnonzero(left == 0).tolist()
+        if not layout.quiet_steps:
+            self._look_ahead(layout)
+        if layout.cells is None:
+            layout.cells = layout.ends[:, None] + self._before_end
+        tokens = self._all_ahead[layout.places]
+        data = np.frombuffer(layout.buffer, np.uint8)
+        data[layout.cells] = tokens.view(np.uint8).reshape(layout.cells.shape)
+        layout.places += 1
+        layout.left -= 1
+        layout.quiet_steps -= 1
+        if layout.quiet_steps:
+            return []
+        last: list[int] = (layout.left == 0).nonzero()[0].tolist()
         return last
 
-    def _draw(self, slots: Indices) -> None:
-        drawn = np.empty((len(slots), _WIDTH), self._cells.dtype)
-        self._source.fill(drawn, self._keys[slots], self._nexts[slots])
-        if self._last_tokens:
-            self._put_last_tokens(drawn, slots)
-        self._ahead[slots] = drawn
-        self._columns[slots] = 0
-        self._nexts[slots] += np.uint64(_WIDTH)
-        for slot, ids in zip(slots.tolist(), drawn.tolist(), strict=True):
-            self._ids[slot] += ids
+    def _look_ahead(self, layout: Layout) -> None:
+        """Draw tokens if a row has none, and see how long no row will need any."""
+        slots, left = layout.slots, layout.left
+        ahead = (slots + 1) * _WIDTH - layout.places
+        nearest = ahead.min()
+        if not nearest:
+            # Those with few as well, so that it is seldom done.
+            (low,) = (ahead <= _WIDTH // 2).nonzero()
+            self._draw(slots[low], left[low], ahead[low])
+            layout.places[low] = slots[low] * _WIDTH
+            ahead[low] = _WIDTH
+            nearest = ahead.min()
+        layout.quiet_steps = int(min(nearest, left.min()))
 
-    def _put_last_tokens(self, drawn: npt.NDArray[Any], slots: Indices) -> None:
-        left = self._left[slots]
+    def _draw(self, slots: Indices, left: Indices, ahead: Indices) -> None:
+        drawn = np.empty((len(slots), _WIDTH), self._cells.dtype)
+        firsts = self._nexts[slots] - ahead.astype(np.uint64)
+        self._source.fill(drawn, self._keys[slots], firsts)
+        if self._last_tokens:
+            self._put_last_tokens(drawn, slots, left)
+        self._ahead[slots] = drawn
+        self._nexts[slots] = firsts + np.uint64(_WIDTH)
+        tokens = drawn.astype(np.uint32)
+        for row, (slot, known) in enumerate(zip(slots.tolist(), ahead.tolist(), strict=True)):
+            ids = self._ids[slot]
+            if ids is not None:
+                ids.frombytes(tokens[row, known:].tobytes())
+
+    def _put_last_tokens(self, drawn: npt.NDArray[Any], slots: Indices, left: Indices) -> None:
         for row in np.flatnonzero(left <= _WIDTH).tolist():
             last = self._last_tokens.get(int(slots[row]))
             if last is not None:

@@ -235,8 +235,10 @@ class UnlimitedScheduler:
         """Send waiting requests along the fast path and the plain path."""
         fast: list[Request] = []
         plain: list[Request] = []
+        if len(started) == len(self._waiting):
+            self._waiting.clear()  # with the memory of a table that was large once
         for request in started:
-            del self._waiting[request.request_id]
+            self._waiting.pop(request.request_id, None)
             self._prefills += 1
             self._prefilled_tokens += request.prompt_len
             if request.transfer is not None:
@@ -256,6 +258,7 @@ class UnlimitedScheduler:
         if transfer.fetches:
             request.was_fetched = True
             self._fetched_tokens += request.prompt_len
+            connector.note_transfer(request.prompt_len, 0.0)
             connector.note_fetched(transfer)
         if transfer.sends:
             count = request.end - request.emitted
@@ -291,14 +294,16 @@ class UnlimitedScheduler:
         self._prefills = self._prefilled_tokens = self._fetched_tokens = 0
         if self._connector is None:
             return self._stats.fill(*numbers)
-        return _stats_with_connector(numbers, fetched)
+        return _stats_with_connector(numbers, fetched, self._connector.take_stats())
 
     def forget_messages(self) -> None:
         """Use another template from now on."""
         self._fast.forget_messages()
 
 
-def _stats_with_connector(numbers: tuple[int, ...], fetched: int) -> bytes:
+def _stats_with_connector(
+    numbers: tuple[int, ...], fetched: int, transfers: dict[str, list[float]] | None
+) -> bytes:
     """The statistics of an engine with a connector; ``fetched`` tokens came from other engines."""
     running, waiting, step, wave, requests, queries = numbers
     stats = SchedulerStats(
@@ -307,6 +312,7 @@ def _stats_with_connector(numbers: tuple[int, ...], fetched: int) -> bytes:
         num_kv_fetch_reqs_by_stage=dict.fromkeys(STAGES, 0),
         step_counter=step,
         current_wave=wave,
+        kv_connector_stats=transfers,
     )
     stats.prefix_cache_stats.requests = requests
     stats.prefix_cache_stats.queries = queries

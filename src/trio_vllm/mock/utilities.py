@@ -18,22 +18,13 @@ import attrs
 
 from trio_vllm.mock.adapters import AdapterCallError, Adapters
 from trio_vllm.mock.config import MockEngineConfig
-from trio_vllm.mock.unlimited import Counts
+from trio_vllm.mock.late_interaction import LateQueries
+from trio_vllm.mock.unlimited import Counts, Paused
 from trio_vllm.protocol import LoRARequest, UtilityOutput, UtilityRequest
 
 PAUSE_MODES = ("abort", "wait", "keep")
 MEMORY = frozenset({"weights", "kv_cache"})
 """What sleeping gives up and waking up gets back, by tag."""
-
-
-class PauseState(enum.Enum):
-    """How far a scheduler is paused, in the words of `unlimited.Paused`."""
-
-    RUNNING = "no"
-    NO_NEW = "new"
-    """What runs goes on, what is new waits."""
-    ALL = "all"
-    """Nothing goes on."""
 
 
 @attrs.define
@@ -43,7 +34,7 @@ class Pause:
     Mirrors ``pause_scheduler`` and its relatives in upstream ``vllm/v1/engine/core.py``.
     """
 
-    state: PauseState = PauseState.RUNNING
+    scheduler: Paused = "no"
     refuses: bool = False
     """Whether new requests are refused rather than queued."""
     asleep: set[str] = attrs.field(factory=set)
@@ -52,16 +43,16 @@ class Pause:
     @property
     def is_paused(self) -> bool:
         """Whether there is a pause of any kind."""
-        return self.state is not PauseState.RUNNING
+        return self.scheduler != "no"
 
     def start(self, mode: str, *, refuse: bool) -> None:
         """Pause in one of the `PAUSE_MODES`."""
-        self.state = PauseState.ALL if mode == "keep" else PauseState.NO_NEW
+        self.scheduler = "all" if mode == "keep" else "new"
         self.refuses = refuse and mode != "keep"
 
     def resume(self) -> None:
         """End a pause."""
-        self.state, self.refuses = PauseState.RUNNING, False
+        self.scheduler, self.refuses = "no", False
 
     def sleep(self) -> None:
         """Give up all memory."""
@@ -105,6 +96,8 @@ _WORKER_METHODS = frozenset(
     }
 )
 """The methods that ``collective_rpc`` knows; each answers nil per worker."""
+_CACHE_RESETS = ("reset_encoder_cache", "reset_mm_cache")
+"""Those that let a worker forget queries of late interaction."""
 
 
 _CANNOT_RESET = (
@@ -159,6 +152,8 @@ class EngineControl:
     weight_version: str = attrs.field(default="default", init=False)
     """Which weights the tokens come from; stands in every message of a step."""
     adapters: Adapters = attrs.field(init=False)
+    queries: LateQueries = attrs.field(factory=LateQueries, init=False)
+    """Of late interaction; they go with the caches of the workers."""
     _deferred: list[tuple[UtilityRequest, _Then]] = attrs.field(factory=list, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -218,6 +213,8 @@ class EngineControl:
         for _, then in done:
             if then.sleeps:
                 self.pause.sleep()
+            if then.resets:
+                self.queries.clear()
         return [(request.client_index, UtilityOutput(request.call_id)) for request, _ in done]
 
 
@@ -269,13 +266,15 @@ class _Methods:
         if mode not in PAUSE_MODES:
             raise ValueError(f"Invalid pause mode: {mode}")
         self._pause.start(mode, refuse=refuse)
+        if mode == "wait" and self._has_running:
+            return _Then(waits=True, resets=bool(clear_cache))
+        if clear_cache:
+            self._control.queries.clear()
         if mode == "abort":
             action = RequestAction.ABORT_ALL
             return _Then(action=RequestAction.ABORT_ALL_AND_RESET if clear_cache else action)
         if mode == "keep":
             return _Then(action=RequestAction.PREEMPT_ALL if clear_cache else None)
-        if self._has_running:
-            return _Then(waits=True, resets=bool(clear_cache))
         return _Then(action=RequestAction.RESET_CACHE if clear_cache else None)
 
     def resume_scheduler(self) -> None:
@@ -307,6 +306,7 @@ class _Methods:
                 "release_kv_cache_memory() requires all executor memory to be resident"
             )
         self._pause.asleep.add("kv_cache")
+        self._control.queries.clear()
         return _Then(action=RequestAction.RESET_CACHE)
 
     # Caches
@@ -323,10 +323,10 @@ class _Methods:
         return _Then(True, RequestAction.RESET_CACHE)
 
     def reset_mm_cache(self) -> None:
-        pass
+        self._control.queries.clear()
 
     def reset_encoder_cache(self) -> None:
-        pass
+        self._control.queries.clear()
 
     def get_kv_cache_group_metadata(self) -> list[dict[str, Any]]:
         return [
@@ -360,6 +360,8 @@ class _Methods:
     ) -> list[None]:
         if method not in _WORKER_METHODS:
             raise AttributeError(_in_worker(f"'Worker' object has no attribute '{method}'"))
+        if method in _CACHE_RESETS:
+            self._control.queries.clear()
         return [None]
 
     # Adapters

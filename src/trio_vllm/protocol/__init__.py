@@ -65,13 +65,14 @@ from trio_vllm.protocol.output import RequestBatchOutputs as RequestBatchOutputs
 from trio_vllm.protocol.output import RequestErrorInfo as RequestErrorInfo
 from trio_vllm.protocol.output import UndecodedBatch as UndecodedBatch
 from trio_vllm.protocol.output import UtilityCallOutput as UtilityCallOutput
+from trio_vllm.protocol.output import bare_token_ids as bare_token_ids
 from trio_vllm.protocol.output import decode_outputs as decode_outputs
 from trio_vllm.protocol.output import decode_outputs_in_pieces as decode_outputs_in_pieces
 from trio_vllm.protocol.output import decode_outputs_lazily as decode_outputs_lazily
 from trio_vllm.protocol.output import encode_outputs as encode_outputs
-from trio_vllm.protocol.output import plain_token_ids as plain_token_ids
 from trio_vllm.protocol.output import raw_logprobs_of as raw_logprobs_of
 from trio_vllm.protocol.output import row_request_id as row_request_id
+from trio_vllm.protocol.request import GENERATION_TASKS as GENERATION_TASKS
 from trio_vllm.protocol.request import POOLING_TASKS as POOLING_TASKS
 from trio_vllm.protocol.request import AbortRequests as AbortRequests
 from trio_vllm.protocol.request import EngineCoreRequest as EngineCoreRequest

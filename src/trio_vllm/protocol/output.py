@@ -6,7 +6,7 @@ fields (`OutputsMessage`); here it is a union of the kinds it can be (`EngineCor
 
 `decode_outputs` decodes a whole message. A client that serves thousands of requests uses
 `decode_outputs_lazily` instead, which leaves the rows of a batch as they are: most carry a few token
-ids and nothing else (`plain_token_ids`), and a row that cannot be decoded fails only its own request.
+ids and nothing else (`bare_token_ids`), and a row that cannot be decoded fails only its own request.
 """
 
 from __future__ import annotations
@@ -274,18 +274,18 @@ _ROWS_INDEX = index_of(OutputsMessage, "outputs")
 # Reading ----------------------------------------------------------------------------------------
 
 
-# A plain row holds an id and token ids, and then the default in each field: nil in most.
+# A bare row holds an id and token ids, and then the default in each field: nil in most.
 _REST_START = index_of(EngineCoreOutput, "new_token_ids") + 1
 _REST = defaults_of(EngineCoreOutput)[_REST_START:]
 _REST_END = _REST_START + len(_REST)
 _NOT_NIL = [_REST_START + i for i, default in enumerate(_REST) if default is not None]
-_PLAIN_MINIMUM = _NOT_NIL[-1] + 1
+_BARE_MINIMUM = _NOT_NIL[-1] + 1
 _NOT_NIL_COUNT = _REST_START + len(_NOT_NIL)
 _not_nil_of = operator.itemgetter(*_NOT_NIL)
 _NOT_NIL_DEFAULTS = _not_nil_of([None] * _REST_START + _REST)
 
 
-def plain_token_ids(row: Any) -> list[int] | None:
+def bare_token_ids(row: Any) -> list[int] | None:
     """Give the new token ids of a row that carries nothing else; None for other rows.
 
     They are integers, one at least. Their range is not checked, nor is the row's id. A row may be
@@ -294,12 +294,12 @@ def plain_token_ids(row: Any) -> list[int] | None:
     if type(row) is not list:
         return None
     length = len(row)
-    if length >= _PLAIN_MINIMUM:  # an engine of any version
+    if length >= _BARE_MINIMUM:  # an engine of any version
         if (
             row.count(None) != length - _NOT_NIL_COUNT or _not_nil_of(row) != _NOT_NIL_DEFAULTS
-        ) and (length <= _REST_END or not _has_plain_rest(row)):
+        ) and (length <= _REST_END or not _has_bare_rest(row)):
             return None
-    elif length != _REST_START and not _has_plain_rest(row):  # our mock engine writes two elements
+    elif length != _REST_START and not _has_bare_rest(row):  # our mock engine writes two elements
         return None
     token_ids = row[1]
     # One after the other is faster than all at once for the one or few that a step makes.
@@ -315,11 +315,11 @@ _LOGPROBS = index_of(EngineCoreOutput, "new_logprobs")
 
 
 def raw_logprobs_of(row: Any) -> Any:
-    """Give the sample logprobs, as they were unpacked, of a row that is plain but for them.
+    """Give the sample logprobs, as they were unpacked, of a row that is bare but for them.
 
     None for all other rows. See `LogprobsCollector.add_raw`.
     """
-    if type(row) is not list or not _PLAIN_MINIMUM <= len(row) <= _REST_END:
+    if type(row) is not list or not _BARE_MINIMUM <= len(row) <= _REST_END:
         return None
     logprobs, token_ids = row[_LOGPROBS], row[1]
     if (
@@ -334,7 +334,7 @@ def raw_logprobs_of(row: Any) -> Any:
     return logprobs
 
 
-def _has_plain_rest(row: list[Any]) -> bool:
+def _has_bare_rest(row: list[Any]) -> bool:
     known, unknown = row[_REST_START:_REST_END], row[_REST_END:]
     return len(row) > _REST_START and known == _REST[: len(known)] and not any(unknown)
 
@@ -358,7 +358,7 @@ def decode_outputs_lazily(
     raw = None
     try:
         raw = unpack(frames[0])
-        if (batch := _plain_batch(raw, frames)) is not None:
+        if (batch := _bare_batch(raw, frames)) is not None:
             return batch
         message = _MESSAGE.decode(raw, frames)
     except CodecError as error:
@@ -376,7 +376,7 @@ def decode_outputs_lazily(
     return _kind(message)
 
 
-def _plain_batch(raw: Any, frames: Frames) -> UndecodedBatch | None:
+def _bare_batch(raw: Any, frames: Frames) -> UndecodedBatch | None:
     """A batch without peculiarities; None for all else, about which `OutputsMessage` decides.
 
     Most messages are such, and behind a fast engine they have few rows each: this takes a third off

@@ -61,6 +61,8 @@ class LoRARequest:
     is_3d_lora_weight: bool = False
 
 
+GENERATION_TASKS = frozenset({"generate", "transcription", "realtime"})
+"""Tasks of models that sample tokens."""
 POOLING_TASKS = (
     "embed",
     "classify",

@@ -258,6 +258,14 @@ class SamplingParams:
     routed_experts_prompt_start: UInt32 = 0
     trace_decode_token_ids: SomeTokenIds | None = None
 
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        """What ``extra_args`` say of a transfer of KV blocks between engines, if they say it in a map."""
+        # Is also read before the client has refused what is no map.
+        extra_args: Any = self.extra_args
+        given = extra_args.get("kv_transfer_params") if isinstance(extra_args, Mapping) else None
+        return given if isinstance(given, Mapping) else None
+
     @classmethod
     def from_generation_config(cls, folder: str | Path, **fields: Any) -> SamplingParams:
         """Take the defaults and the end-of-text ids of a model's ``generation_config.json``.

@@ -34,7 +34,11 @@ class FrameReceiver(Protocol):
 
 
 class FrameSender(Protocol):
-    """The sending side of a connection; one task at a time may wait in `send`."""
+    """The sending side of a connection; one task at a time may wait in `send`.
+
+    Where there are several peers, the first frame is the id of the one that gets the message. Both
+    methods raise `PeerGoneError` if that one is not there.
+    """
 
     def send_nowait(self, frames: Frames) -> None:
         """Queue one message; `trio.WouldBlock` if the connection takes none now."""
@@ -109,9 +113,10 @@ class EngineChannels:
 
 
 class EngineSource(Protocol):
-    """Where a client gets its engines from.
+    """Where a client gets its engines from: the transport *mode* in vLLM's term, so functions call it.
 
-    `HandshakeOwner`, `Bootstrapped`, `InMemory`, and what `trio_vllm.spawn_engine` gives.
+    `HandshakeOwner`, `Bootstrapped`, what `trio_vllm.spawn_engine` gives, and, inside of a process,
+    ``InMemory``. Of your own it is any class with these two members.
     """
 
     @property

@@ -18,6 +18,7 @@ import trio
 import zmq
 
 from trio_vllm.concurrency import running
+from trio_vllm.endpoint import is_wildcard
 from trio_vllm.errors import ConfigurationError, StartupError
 from trio_vllm.protocol import (
     MAX_ENGINES,
@@ -28,7 +29,6 @@ from trio_vllm.protocol import (
     HandshakeInit,
     encode_init,
 )
-from trio_vllm.transport.address import is_wildcard
 from trio_vllm.transport.channels import (
     Disconnect,
     EngineChannels,

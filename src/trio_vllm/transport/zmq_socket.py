@@ -25,9 +25,10 @@ import attrs
 import trio
 import zmq
 
+from trio_vllm.endpoint import parse_endpoint
 from trio_vllm.errors import AddressInUseError, ConfigurationError, PeerGoneError
 from trio_vllm.protocol import Buffer, Frames
-from trio_vllm.transport.address import SocketFile, check_listener, parse_endpoint, prepare_path
+from trio_vllm.transport.address import SocketFile, check_listener, prepare_path
 from trio_vllm.transport.channels import Received
 
 _log = logging.getLogger("trio_vllm.transport")
@@ -66,11 +67,12 @@ class SendBudget:
     ØMQ bounds what waits by the number of messages, whatever their size, and does not report when
     one of them is out. But memory that is lent to it, it gives back. To lend costs twenty times as much
     as to copy some kilobytes, so only one message in so many bytes is lent: when it is out, all that
-    were sent before are. There are more bytes to it the longer the peer keeps up.
+    were sent before are. There are more bytes to it the longer the peer keeps up. Only where one would be
+    lent is it asked whether there is room.
     """
 
     _least: int
-    """Bytes that may wait even if the peer takes nothing; the message that goes beyond is still taken."""
+    """Bytes that may wait even if the peer takes nothing, and half as many that are copied."""
     _most: int = 16 * 1024 * 1024
     _delay: float = 0.02
     """Seconds in which the peer should take what waits, if it is more than the least."""
@@ -103,7 +105,7 @@ class SendBudget:
     def may_copy(self, size: int) -> bool:
         """Whether a message of this size may be sent as it is, and none has to be lent now."""
         return size < BUDGETED_SIZE or (
-            size < ZERO_COPY_SIZE and self._copied + size < self._copied_most and not self.is_full
+            size < ZERO_COPY_SIZE and self._copied + size < self._copied_most
         )
 
     def add_copied(self, size: int) -> None:
