@@ -24,7 +24,7 @@ except ModuleNotFoundError as error:
         'the monitor needs rich: pip install "trio-vllm[monitor]"', name=error.name
     ) from error
 
-from trio_vllm.concurrency import running
+from trio_vllm.concurrency import explains_misuse, running
 from trio_vllm.errors import ConfigurationError
 from trio_vllm.llm import EngineStatistics, Llm, LlmStatistics
 
@@ -109,6 +109,7 @@ class _View:
             await trio.sleep(interval)
 
 
+@explains_misuse("show_statistics", instead="llm.statistics()")
 @asynccontextmanager
 async def show_statistics(
     llm: Llm, *, console: Console | None = None, interval: float = 0.5, below: RenderableType = ""
