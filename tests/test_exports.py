@@ -46,6 +46,7 @@ ROOT_NAMES = VLLM_NAMES | {
     "DecodeError",
     "EncodeOutput",
     "EncodeRequest",
+    "EngineCommandEndedError",
     "EngineCommandError",
     "EngineCoreError",
     "EngineDeadError",

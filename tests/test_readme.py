@@ -10,13 +10,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import trio
+from trio.testing import MockClock
 
 import trio_vllm
-from trio_vllm import mock
+from trio_vllm import GenerateRequest, SamplingParams, mock
 from trio_vllm.cli import llm_smoke, mock_engine
 from trio_vllm.llm import metrics as metrics
+from trio_vllm.testing import mock_llm
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -108,6 +112,35 @@ def test_programs_of_the_docs_run(name: str, tmp_path: Path) -> None:
 
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout
+
+
+async def test_the_rule_of_load_balancing(autojump_clock: MockClock) -> None:
+    """That of the docs: it looks at the caches, and at the requests if these are equal."""
+    page = (ROOT / "docs/howto/data_parallel.md").read_text(encoding="utf-8")
+    (code,) = (code for code in blocks("python", page) if "class EmptiestCache" in code)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    config = mock.MockEngineConfig(num_gpu_blocks=100, max_model_len=1000, step_time=1.0)
+    params = SamplingParams(max_tokens=5)
+
+    async with mock_llm(config, engine_count=3, load_balancer=names["EmptiestCache"]()) as mocks:
+        chosen: list[int] = []
+
+        async def generate(length: int, rank: int | None = None) -> None:
+            request = GenerateRequest(
+                prompt_token_ids=range(length), sampling_params=params, data_parallel_rank=rank
+            )
+            output = await mocks.llm.generate(request)
+            if rank is None:
+                chosen.append(output.completions[0].engine_index)
+
+        async with trio.open_nursery() as nursery:
+            for length, rank in ((900, 0), (10, 2), (10, 2), (10, 2), (500, 1)):
+                nursery.start_soon(generate, length, rank)
+            await trio.sleep(1.5)  # all have told of their caches
+            nursery.start_soon(generate, 10)
+
+    assert chosen == [2]
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=str)

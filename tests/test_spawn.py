@@ -17,6 +17,7 @@ from tests.proc import is_alive, started
 
 from trio_vllm import (
     ConfigurationError,
+    EngineCommandEndedError,
     EngineCommandError,
     EngineDeadError,
     GenerateRequest,
@@ -82,7 +83,7 @@ async def test_an_early_end_is_told_at_once() -> None:
     begin = time.monotonic()
     script = "print('loading'); print('no memory'); raise SystemExit(3)"
     async with spawn_engine([sys.executable, "-c", script, "{port}"]) as mode:
-        with pytest.raises(EngineCommandError) as caught:
+        with pytest.raises(EngineCommandEndedError) as caught:
             await count_tokens(mode)
 
     assert time.monotonic() - begin < 60
@@ -96,7 +97,7 @@ async def test_a_failed_start_can_be_tried_again(tmp_path: Path) -> None:
     script = f"import pathlib; p = pathlib.Path({str(tmp_path / 'n')!r}); p.open('a').write('x')"
     async with spawn_engine([sys.executable, "-c", script, "{port}"], restart=True) as mode:
         for _ in range(2):
-            with pytest.raises(EngineCommandError, match="the engine command ended with 0"):
+            with pytest.raises(EngineCommandEndedError, match="the engine command ended with 0"):
                 await count_tokens(mode)
 
     assert (tmp_path / "n").read_text() == "xx"

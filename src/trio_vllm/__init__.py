@@ -32,6 +32,7 @@ if TYPE_CHECKING or not install_lazy_importer(__name__):
     from trio_vllm.errors import ClientClosedError as ClientClosedError
     from trio_vllm.errors import ConfigurationError as ConfigurationError
     from trio_vllm.errors import DecodeError as DecodeError
+    from trio_vllm.errors import EngineCommandEndedError as EngineCommandEndedError
     from trio_vllm.errors import EngineCommandError as EngineCommandError
     from trio_vllm.errors import EngineCoreError as EngineCoreError
     from trio_vllm.errors import EngineDeadError as EngineDeadError

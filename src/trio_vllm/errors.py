@@ -64,10 +64,15 @@ class StartupError(EngineCoreError):
     seconds: float = 0.0
     notes: Sequence[str] = ()
 
+    @property
+    def awaited(self) -> str:
+        """What was waited for, and from which engines."""
+        if not self.missing_engines:
+            return self.phase
+        return f"{self.phase} from engine {', '.join(map(str, self.missing_engines))}"
+
     def __str__(self) -> str:
-        text = f"startup failed while waiting for {self.phase}"
-        if self.missing_engines:
-            text += f" from engine {', '.join(map(str, self.missing_engines))}"
+        text = f"startup failed while waiting for {self.awaited}"
         if self.seconds:
             text += f" (gave up after {self.seconds:g} s)"
         return "; ".join([text, *self.notes])
@@ -77,7 +82,8 @@ class StartupError(EngineCoreError):
 class EngineCommandError(StartupError):
     """The command that was to start engines could not be started, or ended before they were ready.
 
-    ``reason`` says which, ``log`` are the last lines that it printed.
+    ``reason`` says which, ``log`` are the last lines that it printed. The second is an
+    `EngineCommandEndedError`.
     """
 
     phase: str = attrs.field(default="the engine command", init=False)
@@ -90,6 +96,11 @@ class EngineCommandError(StartupError):
 
     def __str__(self) -> str:
         return ": ".join([self.reason, *self.log[-1:]])
+
+
+@attrs.define(eq=False, str=False)
+class EngineCommandEndedError(EngineCommandError):
+    """The command that had started engines ended before they were ready."""
 
 
 @attrs.define(eq=False, str=False)
@@ -300,8 +311,13 @@ class DecodeError(EngineCoreError):
         return f"{text}: {self.reason}"
 
 
+def how_to_install(extra: str) -> str:
+    """The command that installs what an extra of this package needs, for its users and in a clone."""
+    return f"pip install 'trio-vllm[{extra}]', in a clone pip install '.[{extra}]'"
+
+
 def copy_error(error: EngineCoreError) -> EngineCoreError:
     """An exception like ``error``, to raise: the same one, raised twice, would mix its tracebacks."""
     again = type(error)(*error.args)
-    again.__cause__ = error.__cause__ or error
+    again.__cause__ = error.__cause__
     return again

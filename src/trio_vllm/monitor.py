@@ -15,17 +15,18 @@ from functools import partial
 import attrs
 import trio
 
+from trio_vllm.errors import ConfigurationError, how_to_install
+
 try:
     from rich.console import Console, Group, RenderableType
     from rich.live import Live
     from rich.table import Table
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        'the monitor needs rich: pip install "trio-vllm[monitor]"', name=error.name
+        f"the monitor needs rich: {how_to_install('monitor')}", name=error.name
     ) from error
 
 from trio_vllm.concurrency import explains_misuse, running
-from trio_vllm.errors import ConfigurationError
 from trio_vllm.llm import EngineStatistics, Llm, LlmStatistics
 
 COLUMNS = (

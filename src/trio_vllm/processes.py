@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import attrs
@@ -136,9 +136,11 @@ class ChildProcess:
             await self._has_said_all.wait()
         return exit_code
 
-    async def close_stdin(self) -> None:
-        """End its input."""
+    async def close_stdin(self, last: bytes) -> None:
+        """End its input with some last words, which it need not read."""
         assert self._process.stdin is not None
+        with suppress(trio.BrokenResourceError):
+            await self._process.stdin.send_all(last)
         await self._process.stdin.aclose()
 
     async def end(self, grace: float) -> None:

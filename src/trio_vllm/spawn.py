@@ -18,7 +18,12 @@ import attrs
 import trio
 
 from trio_vllm.concurrency import explains_misuse, running
-from trio_vllm.errors import ConfigurationError, EngineCommandError, EngineDeadError
+from trio_vllm.errors import (
+    ConfigurationError,
+    EngineCommandEndedError,
+    EngineCommandError,
+    EngineDeadError,
+)
 from trio_vllm.processes import (
     ChildProcess,
     EndTimes,
@@ -85,8 +90,9 @@ async def spawn_engine(
 
     Raises:
       ConfigurationError: The command names no address, and none is given.
-      EngineCommandError: The command cannot be started. Connecting raises it if the command ends before
-        its engines are ready, at once and with the last lines that it printed.
+      EngineCommandError: The command cannot be started.
+      EngineCommandEndedError: The command ends before its engines are ready. Connecting raises it, at
+        once and with the last lines that the command printed.
 
     Cancellation:
       Ends the command, more hastily.
@@ -237,7 +243,8 @@ class SpawnedEngine:
         """Wait for the engines to start, and give the channels to them.
 
         Raises:
-          EngineCommandError: The command ended before they were ready, or could not be started again.
+          EngineCommandEndedError: The command ended before they were ready.
+          EngineCommandError: It could not be started again.
           ConfigurationError: They have served a connection already, and there is no ``restart``.
           StartupError: As that of `HandshakeOwner`.
         """
@@ -255,7 +262,7 @@ class SpawnedEngine:
                     await _tell_end(run, error)  # noqa: ASYNC120
                     raise
         if startup.how_ended is not None:
-            raise EngineCommandError(
+            raise EngineCommandEndedError(
                 missing_engines=list(self.engine_indices), reason=startup.how_ended, log=[*run.log]
             )
 

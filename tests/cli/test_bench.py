@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +143,22 @@ def test_what_makes_no_sense(options: list[str], capsys: pytest.CaptureFixture[s
     assert options[0] in capsys.readouterr().err
 
 
-def test_plotting_needs_matplotlib_or_plots(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_plotting_needs_matplotlib(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It says so before anything starts."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+
+    assert main(["bench", "--mock", "--plot", str(tmp_path / "load.png")]) == 2
+
+    assert capsys.readouterr().err.endswith("--plot needs matplotlib: pip install matplotlib\n")
+
+
+def test_plotting_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "load.png"
     run_json(capsys, *SMALL, "--plot", str(path))
 
     assert path.read_bytes().startswith(b"\x89PNG")
+    assert main(["bench", "--mock", "--plot", str(tmp_path / "load.txt")]) == 2
+    assert "load.txt must end with one of ." in capsys.readouterr().err

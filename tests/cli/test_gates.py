@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 import trio
+from tests.cli import fake_engine
 from tests.cli.conftest import RunSmoke
 from tests.cli.fake_engine import FakeEngine
 
@@ -21,6 +22,8 @@ from trio_vllm import EngineCoreOutput, EngineCoreRequest, FinishReason
 from trio_vllm.cli.llm_smoke import app, main
 from trio_vllm.cli.smokes import REQUEST_ID_PREFIX
 from trio_vllm.spawn import free_port
+
+Captured = pytest.CaptureFixture[str]
 
 NO_ENGINE = ["--ready-timeout-secs", "0.05"]
 
@@ -54,8 +57,53 @@ async def test_kind_of_a_failure(run_smoke: RunSmoke) -> None:
     missing = await run_smoke("generate", "--json", *NO_ENGINE, engines=[])
     wrong = await run_smoke("generate", "--json", engines=[FakeEngine(complete=too_many_tokens)])
 
-    kinds = [json.loads(outcome.out)["failure_kind"] for outcome in (missing, wrong)]
-    assert kinds == ["StartupError", "SmokeError"]
+    late = await run_smoke(
+        "generate", "--json", "--output-timeout-secs", "0.1", engines=[FakeEngine(is_mute=True)]
+    )
+
+    kinds = [json.loads(outcome.out)["failure_kind"] for outcome in (missing, wrong, late)]
+    assert kinds == ["StartupError", "SmokeError", "OutputTimeoutError"]
+
+
+SPAWNED = [sys.executable, "-u", fake_engine.__file__, "{address}"]
+
+
+@pytest.mark.parametrize(
+    ("command", "kinds"),
+    [
+        (["/no/such/engine", "{port}"], {"EngineCommandError"}),
+        ([*SPAWNED, "fail"], {"EngineCommandEndedError"}),
+        ([*SPAWNED, "die"], {"EngineDeadError", "EnginesEndedError"}),
+    ],
+)
+def test_kind_of_an_end(
+    command: list[str], kinds: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It could not be started, has ended while it started, or has ended later."""
+    assert main(["generate", "--json", "--spawn", "--", *command]) == 1
+
+    assert json.loads(capsys.readouterr().out)["failure_kind"] in kinds
+
+
+def test_the_log_of_an_engine_that_has_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its last lines are in the report; not if it has passed."""
+    path = tmp_path / "junit.xml"
+    tokens = ["generate", "--json-full", "--junit", str(path), "--spawn", "--", *SPAWNED]
+
+    assert main([*tokens, "fail"]) == 1
+
+    case = ElementTree.parse(path).getroot().find(".//testcase")
+    assert case is not None
+    *_, last = case.findtext("system-err", "").splitlines()
+    assert last == "no memory"
+    assert json.loads(capsys.readouterr().out)["engine_log"][-1] == "no memory"
+
+    assert main(tokens) == 0
+
+    assert ElementTree.parse(path).getroot().findtext(".//system-err") == ""
+    assert "engine_log" not in json.loads(capsys.readouterr().out)
 
 
 async def test_what_was_left_out(run_smoke: RunSmoke) -> None:
@@ -115,10 +163,34 @@ async def test_time_limit(run_smoke: RunSmoke) -> None:
     document = json.loads(outcome.out)
     failure = document["smokes"]["generate"]
     assert outcome.exit_code == 1
-    assert outcome.err == "llm-smoke: generate: it was not done after 0.3 s (--timeout)\n"
+    assert re.fullmatch(
+        r"llm-smoke: generate: it was not done after 0\.3 s \(--timeout\), while waiting for the final"
+        r" output of request llm-smoke-\S+\n",
+        outcome.err,
+    )
     assert failure["failure_kind"] == "TimeLimitError"
     assert failure["seconds"] > 0
     assert document["skipped"] == ["utility", "logprobs"]
+
+
+async def test_time_limit_of_a_startup(run_smoke: RunSmoke) -> None:
+    """It says which engine has not come how far."""
+    outcome = await run_smoke("all", "--timeout", "0.2", "--json", engines=[])
+
+    document = json.loads(outcome.out)
+    assert outcome.err.startswith(
+        "llm-smoke: generate: it was not done after 0.2 s (--timeout), while waiting for HELLO from"
+        " engine 0; "
+    )
+    assert document["smokes"]["generate"]["failure_kind"] == "TimeLimitError"
+    assert document["skipped"] == ["utility", "logprobs"]
+
+
+async def test_time_limit_of_a_utility_call(run_smoke: RunSmoke) -> None:
+    """It says which."""
+    outcome = await run_smoke("utility", "--timeout", "0.3", engines=[FakeEngine(is_mute=True)])
+
+    assert outcome.err.endswith("(--timeout), while waiting for the answer to is_sleeping\n")
 
 
 async def test_one_prefix_of_request_ids(run_smoke: RunSmoke) -> None:
@@ -167,13 +239,54 @@ async def test_junit_of_smokes_that_were_not_run(run_smoke: RunSmoke, tmp_path: 
     assert len(root.findall(".//skipped")) == 2
 
 
-def test_junit_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_junit_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
     """Is a failure: the system that wants it would take the old one."""
-    path = tmp_path / "missing" / "junit.xml"
+    assert main(["generate", "--mock", "-q", "--junit", "/dev/full"]) == 1
 
-    assert main(["generate", "--mock", "-q", "--junit", str(path)]) == 1
+    assert capsys.readouterr().err == (
+        "llm-smoke: cannot write /dev/full: No space left on device\n"
+    )
 
-    assert capsys.readouterr().err == f"llm-smoke: cannot write {path}: No such file or directory\n"
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("generate", "--junit"),
+        ("bench", "--junit"),
+        ("bench", "--result-file"),
+        ("bench", "--plot"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "reason"), [("missing/file.png", "There is no folder "), (".", "Is a folder")]
+)
+def test_files_that_could_not_be_written(
+    command: str, option: str, name: str, reason: str, tmp_path: Path, capsys: Captured
+) -> None:
+    """Are refused before anything starts, and not made by that."""
+    assert main([command, "--mock", option, str(tmp_path / name)]) == 2
+    _, err = capsys.readouterr()
+    assert f" for {option}. {reason}" in err
+
+    assert main([command, "--mock", option, str(tmp_path / "x.png"), "--client-index=1"]) == 2
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_files_without_permission(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may write everywhere, so the system is asked through us."""
+    (tmp_path / "old").touch()
+    monkeypatch.setattr(os, "access", lambda path, _mode: Path(path).name == "old")
+
+    assert main(["generate", "--mock", "--junit", str(tmp_path / "new")]) == 2
+    assert "--junit. Cannot be written." in capsys.readouterr().err
+    assert main(["generate", "--mock", "--junit", str(tmp_path / "old")]) == 0
+
+
+def test_a_trace_that_is_not_there(tmp_path: Path, capsys: Captured) -> None:
+    assert main(["bench", "--mock", "--trace", str(tmp_path / "trace.jsonl")]) == 2
+    assert "trace.jsonl cannot be read." in capsys.readouterr().err
 
 
 def test_junit_of_what_others_have_written(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tests.proc import children_of, is_alive, started
 from trio_vllm import (
     EngineCoreClient,
     EngineCoreRequest,
+    EngineDeadError,
     FinishReason,
     SamplingParams,
     open_client,
@@ -257,13 +258,16 @@ async def test_a_worker_that_is_killed_ends_all(address: str) -> None:
 
 
 async def test_no_worker_survives_its_parent(address: str) -> None:
-    """However that has ended, and whatever they are doing."""
+    """They are killed with it: requests are not ended in order, their engines are dead."""
     async with serving(address, 2, "--step-interval", "0.01") as (process, client):
         workers = children_of(process.pid)
-        async with begun(client, 0, 1_000_000):
+        async with begun(client, 0, 1_000_000) as outputs:
             assert [is_alive(worker) for worker in workers] == [True, True]
             process.kill()
             await until(lambda: not any(map(is_alive, workers)))
+            with pytest.raises(EngineDeadError, match="engine 0 is dead: its connection was lost"):
+                async for _ in outputs:
+                    pass
         code, log = await ended(process)
 
     assert code == -signal.SIGKILL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -66,6 +67,21 @@ def test_while_it_waits_for_engines(address: str, number: signal.Signals, exit_c
 
     assert rest == f"llm-smoke: stopped by {number.name} before it was done\n"
     assert process.returncode == exit_code
+
+
+def test_json_of_a_stop(address: str) -> None:
+    """It is the same object as that of any failure, with the name of the signal."""
+    with llm_smoke("all", "--json", "--handshake-address", address) as process:
+        read_until(process, "waiting for HELLO")
+
+        reason, text = stop(process, signal.SIGTERM).splitlines()
+
+    document = json.loads(text)
+    assert reason == "llm-smoke: stopped by SIGTERM before it was done"
+    assert document["passed"] is False
+    assert document["smokes"]["generate"]["failure_kind"] == "SIGTERM"
+    assert document["skipped"] == ["utility", "logprobs"]
+    assert process.returncode == 143
 
 
 def test_in_mid_request(address: str) -> None:

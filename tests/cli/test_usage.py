@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from trio_vllm.cli import mock_engine
 from trio_vllm.cli.llm_smoke import app, main
+from trio_vllm.cli.mock_options import HOW_TO_WRITE_TIMES, WITH_TIMES
 from trio_vllm.spawn import address_in, substitute_address
 
 
@@ -97,7 +99,7 @@ def test_defaults_are_those_of_the_examples(command: str, defaults: dict[str, ob
         (["--mock", "--spawn", "engine"], "exclude each other"),
         (["--mock", "engine"], "a COMMAND needs --spawn"),
         (["--spawn"], "--spawn needs a command"),
-        (["--spawn", "--", "engine"], "give --handshake-address"),
+        (["--spawn", "--", "engine"], "give --handshake-address, or put {port} into it"),
         (["--mock", "--colour"], "Unknown option"),
     ],
 )
@@ -273,6 +275,16 @@ def test_help(capsys: pytest.CaptureFixture[str], command: str, options: list[st
     for option in [*options, "--handshake-address", "--spawn", "--json", "COMMAND"]:
         assert option in text
     assert "[default: 30, with --spawn" in text
+
+
+def test_help_of_mock_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    """It has no commands, and says in each group with times how to write one."""
+    assert mock_engine.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Usage: mock-engine [OPTIONS]\n")
+    for title in WITH_TIMES:
+        heading, first, *_ = text[text.index(f"─ {title} ─") :].split("\n")
+        assert first.strip("│ ") == HOW_TO_WRITE_TIMES, heading
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ def test_own_profiles(tmp_path: Path) -> None:
     ("text", "reason"),
     [
         ("step_tim = 1", "unknown key 'step_tim'; did you mean 'step_time'"),
-        ("step_time = 'soon'", "step_time: 'soon' is no duration"),
+        ("step_time = 'soon'", "step_time must be a time such as 20ms"),
         ("step_time = -1", "step_time must be finite and not be negative"),
         ("acceptance_rate = '500ms'", "acceptance_rate must be from 0 to 1"),
         ("time_scale = '500ms'", "time_scale must be more than 0"),

@@ -11,12 +11,14 @@ from tests.mock.replay import _OPTIONS, Json, load
 from tests.mock.test_schedules import RECORDED, without_ids
 
 from trio_vllm.mock.encoding import MessageBuilder, MessageTemplate, SchedulerStatsEncoder
+from trio_vllm.mock.events import ScheduleCounts
 from trio_vllm.protocol import (
     AbortRequests,
     EngineCoreOutput,
     EngineCoreRequest,
     EngineCoreSamplingParams,
     EngineMessage,
+    EventType,
     IterationDetails,
     PrefixCacheStats,
     RequestBatchOutputs,
@@ -395,3 +397,52 @@ def test_statistics_from_the_template_are_whole(
     outputs = decode_outputs([bytes(frame) for frame in frames])
     assert isinstance(outputs, RequestBatchOutputs)
     assert outputs.scheduler_stats == stats
+
+
+@pytest.mark.parametrize("times", [{}, {"inter_token_latency": 2.0}])
+def test_counts_are_those_of_a_frontend(times: dict[str, Any]) -> None:
+    """At each moment: prompts count with their first token, preemptions with the next one."""
+    driver = drive(
+        max_num_seqs=3, num_gpu_blocks=8, block_size=2, max_model_len=14, max_num_batched_tokens=5,
+        **times,
+    )  # fmt: skip
+    for name in ("a", "b", "c", "d"):
+        driver.add(name, max_tokens=6, prompt_token_ids=[1, 2, 3, 4, 5, 6])
+    assert driver.engine.summary.prompt_tokens == 24
+    assert driver.engine.summary.prefilled_tokens == 0
+    while driver.has_work:
+        driver.step()
+        summary, told = driver.engine.summary, told_to_frontends(driver.batches())
+        assert told == ScheduleCounts(
+            summary.prefilled_tokens,
+            summary.preemptions,
+            summary.prefix_cache_queries,
+            summary.prefix_cache_hits,
+        )
+
+    assert (told.prompt_tokens, told.preemptions > 0, told.prefix_cache_hits > 0) == (
+        24,
+        True,
+        True,
+    )
+
+
+def test_without_a_schedule_a_prompt_is_prefilled_at_once() -> None:
+    driver = drive()
+    driver.add("a", prompt_token_ids=[1, 2, 3])
+
+    assert driver.engine.summary.prefilled_tokens == 3
+
+
+def told_to_frontends(batches: list[RequestBatchOutputs]) -> ScheduleCounts:
+    """What messages add up to, counted as vLLM's frontends do."""
+    outputs = [output for batch in batches for output in batch.outputs]
+    stats = [batch.scheduler_stats for batch in batches if batch.scheduler_stats is not None]
+    return ScheduleCounts(
+        sum(
+            one.prefill_stats.num_prompt_tokens for one in outputs if one.prefill_stats is not None
+        ),
+        sum(event.type is EventType.PREEMPTED for one in outputs for event in one.events or ()),
+        sum(one.prefix_cache_stats.queries for one in stats),
+        sum(one.prefix_cache_stats.hits for one in stats),
+    )

@@ -209,11 +209,20 @@ def test_max_tokens_cut_an_answer(folder: Path) -> None:
 
 @needs_llguidance
 def test_what_is_no_grammar_is_refused(folder: Path) -> None:
-    """With the library's reason in one line."""
+    """With the whole reason of the library, in one line."""
     driver = drive(tokenizer=str(folder))
     driver.add("a", params={"structured_outputs": {"regex": "("}})
     driver.add("b", params={"structured_outputs": {"structural_tag": '{"format": {}}'}})
-    for request_id, reason in (("a", "invalid regex"), ("b", "no structural tag")):
+    schema = {"type": "string", "pattern": "(?=a)"}
+    driver.add("c", params={"structured_outputs": {"json": schema}})
+    for request_id, reason in (
+        ("a", "unclosed group"),
+        ("b", "no structural tag"),
+        (
+            "c",
+            "(?=a) ^^^ error: look-around, including look-ahead and look-behind, is not supported",
+        ),
+    ):
         (output,) = driver.outputs(request_id)
         assert output.finish_reason is FinishReason.ERROR
         assert output.error is not None

@@ -1,14 +1,16 @@
 """Engines that take time, in virtual time: nothing waits."""
 
+import re
 import statistics
 from typing import Any
 
+import attrs
 import pytest
 from tests.mock.driver import Driver, drive
 
 from trio_vllm.errors import ConfigurationError
-from trio_vllm.mock import MockEngineConfig
-from trio_vllm.mock.config import parse_duration
+from trio_vllm.mock import MockEngineConfig, ServeOptions
+from trio_vllm.mock.config import DEVIATIONS, parse_duration
 from trio_vllm.mock.events import PaceLost
 from trio_vllm.mock.spread import Spread
 
@@ -265,3 +267,36 @@ def test_no_durations(text: str) -> None:
     """Anything else."""
     with pytest.raises(ValueError, match=r"no duration|could not convert"):
         parse_duration(text)
+
+
+TIMES = [
+    (cls, field.name)
+    for cls in (MockEngineConfig, ServeOptions)
+    for field in attrs.fields(cls)
+    if re.search("time|latency|interval|duration|prefill_overhead", field.name)
+    and field.name not in {"time_factor_under_load", "time_scale"}
+]
+
+
+@pytest.mark.parametrize(("cls", "name"), TIMES)
+def test_each_time_may_be_a_text(cls: type[MockEngineConfig | ServeOptions], name: str) -> None:
+    needed: dict[str, Any] = {"pd_role": "prefill"} if name == "kv_lease_duration" else {}
+    if name in DEVIATIONS:
+        needed = {DEVIATIONS[name]: "100ms"}
+    given: dict[str, Any] = {name: "20ms"}
+
+    assert getattr(cls(**needed, **given), name) == 0.02
+    given = {name: "20 parsecs"}
+    with pytest.raises(
+        ConfigurationError, match=f"{name} must be a time such as 20ms, .*'20 parsecs'"
+    ):
+        cls(**given)
+
+
+def test_there_are_times() -> None:
+    assert len(TIMES) == 19
+
+
+def test_what_is_no_time_takes_no_unit() -> None:
+    with pytest.raises(ConfigurationError, match="time_scale must be more than 0"):
+        MockEngineConfig(time_scale="20ms")  # type: ignore[arg-type]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -126,9 +128,13 @@ async def test_an_engine_that_is_killed(autojump_clock: MockClock) -> None:
         async with mock.llm.stream(request) as deltas:
             await anext(deltas)
             mock.kill(1)
+            begin = trio.current_time()
             with pytest.raises(EngineDeadError):
                 async for _ in deltas:
                     pass
+            assert trio.current_time() - begin == pytest.approx(
+                0.2
+            )  # as docs/howto/testing.md says
 
         assert mock.llm.client.engine_indices == [0]
         assert len((await mock.llm.generate(prompt(1))).token_ids) == 8
@@ -207,21 +213,102 @@ def test_plain(mock_engine):
 """
 
 
-def run_pytest(folder: Path, *options: str) -> str:
+TRIO_MODE = "[pytest]\ntrio_mode = true\naddopts = --strict-markers\n"
+
+
+def run_pytest(folder: Path, *options: str, tests: str = TESTS, settings: str = TRIO_MODE) -> str:
     """What pytest says of tests that use the plugin."""
-    (folder / "test_it.py").write_text(TESTS)
-    (folder / "pytest.ini").write_text("[pytest]\ntrio_mode = true\naddopts = --strict-markers\n")
+    (folder / "test_it.py").write_text(tests)
+    (folder / "pytest.ini").write_text(settings)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "trio_vllm.testing.plugin", *options],
         cwd=folder,
         capture_output=True,
         text=True,
+        env={**os.environ, "COLUMNS": "300"},
     )
     return done.stdout + done.stderr
 
 
 def test_the_plugin(tmp_path: Path) -> None:
     assert "3 passed" in run_pytest(tmp_path)
+
+
+CONFIGURED = """
+import pytest
+from trio_vllm.mock import MockEngineConfig
+
+CONFIG = MockEngineConfig(vllm_version="0.32.1")
+
+@pytest.mark.mock_llm(CONFIG)
+async def test_memory(mock_llm):
+    assert mock_llm.llm.client.vllm_version == "0.32.1"
+
+@pytest.mark.mock_engine(CONFIG, engine_count=2)
+async def test_sockets(mock_engine):
+    from trio_vllm import HandshakeOwner, open_llm
+    async with open_llm(HandshakeOwner(mock_engine.handshake_address, engine_count=2)) as llm:
+        assert llm.client.vllm_version == "0.32.1"
+
+@pytest.mark.mock_llm(CONFIG, 2)
+async def test_too_many(mock_llm):
+    pass
+"""
+
+
+def test_marks_take_the_config_without_a_name(tmp_path: Path) -> None:
+    printed = run_pytest(tmp_path, tests=CONFIGURED)
+
+    assert "2 passed" in printed
+    assert "1 failed" in printed
+    assert "mock_llm() takes from 0 to 1 positional arguments but 2 were given" in printed
+
+
+def test_the_marks_are_told(tmp_path: Path) -> None:
+    printed = run_pytest(tmp_path, "--markers")
+
+    for name in ("mock_llm", "mock_engine"):
+        assert f"@pytest.mark.{name}(config, *, engine_count=1, answers=None" in printed
+
+
+PAGE = (Path(__file__).parents[2] / "docs/howto/testing.md").read_text(encoding="utf-8")
+
+EXAMPLES = [
+    code
+    for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    if re.search(r"^(async )?def test_", code, re.MULTILINE)
+]
+"""The tests that the page shows."""
+
+
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) == 2
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples_of_the_page_run(example: str, tmp_path: Path) -> None:
+    """In an empty folder, with pytest-trio and no configuration."""
+    printed = run_pytest(tmp_path, tests=example, settings="[pytest]\n")
+
+    assert "1 passed" in printed
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples_of_the_page_without_pytest_trio(example: str, tmp_path: Path) -> None:
+    """They say what to install."""
+    printed = run_pytest(tmp_path, "-p", "no:trio", tests=example, settings="[pytest]\n")
+
+    assert "Failed: the fixture mock_llm needs pytest-trio: pip install pytest-trio" in printed
+
+
+def test_a_test_without_the_mark(tmp_path: Path) -> None:
+    """It says which mark it needs; also one that is not async, in trio's mode."""
+    unmarked = EXAMPLES[0].replace("@pytest.mark.trio\n", "")
+    plain = "def test_plain(mock_llm): pass"
+
+    for tests, settings in ((unmarked, "[pytest]\n"), (plain, TRIO_MODE)):
+        printed = run_pytest(tmp_path, tests=tests, settings=settings)
+        assert "mark the test with @pytest.mark.trio, or set trio_mode = true" in printed
 
 
 def test_the_mark_takes_only_options_that_there_are() -> None:

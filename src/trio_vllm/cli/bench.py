@@ -6,6 +6,7 @@ A command of ``llm-smoke`` and not one of its own: it finds, starts and ends its
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -36,8 +37,25 @@ COUNT = 1000
 """Requests if neither a number nor a time is given."""
 
 
+def check_files(options: BenchOptions) -> None:
+    """Refuse, by `ValueError`, what could not be read, or drawn at the end."""
+    trace, path = options.trace, options.plot
+    if trace is not None and not os.access(trace, os.R_OK):
+        raise ValueError(f"--trace {trace} cannot be read.")
+    if path is None:
+        return
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
+    kinds = sorted(Figure().canvas.get_supported_filetypes())
+    if path.suffix.removeprefix(".").lower() not in kinds:
+        raise ValueError(f"--plot {path} must end with one of .{', .'.join(kinds)}.")
+
+
 async def bench(llm: Llm, report: Report, options: BenchOptions) -> None:
     """Send the load, and report its figures; requests that fail are a failure."""
+    report.awaited = "the outputs of the load"
     try:
         requests = planned_requests(options)
         await _warm_up(llm, options)
@@ -45,7 +63,7 @@ async def bench(llm: Llm, report: Report, options: BenchOptions) -> None:
         figures = result.summary(options.percentiles, options.limits)
         _put(report, figures)
         _write_files(result, figures, options, llm)
-    except (OSError, TraceError, ImportError) as error:
+    except (OSError, TraceError) as error:
         raise SmokeError(str(error)) from error
     failed = [record.error for record in result.records if record.error]
     check(not failed, f"{len(failed)} of {len(result.records)} requests failed: {failed[:1]}")
@@ -166,11 +184,9 @@ def _setting(options: BenchOptions, llm: Llm) -> dict[str, Any]:
 
 
 def plot(result: LoadResult, path: Path) -> None:
-    """Draw latencies over time; `ImportError` says so if matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("--plot needs matplotlib: pip install matplotlib") from error
+    """Draw latencies over time; that matplotlib is there was checked with the options."""
+    from matplotlib.figure import Figure
+
     completed = result.completed
     figure = Figure(figsize=(9, 6))
     first, second = figure.subplots(2, 1, sharex=True)

@@ -87,8 +87,11 @@ def _gauges(states: Sequence[EngineStatus]) -> Iterator[Metric]:
 
 def _counters(states: Sequence[EngineStatus]) -> Iterator[Metric]:
     for name, text, field in (
-        ("vllm:prompt_tokens", "Prompt tokens of requests taken.", "prompt_tokens"),
+        ("vllm:prompt_tokens", "Prompt tokens of prefilled requests.", "prefilled_tokens"),
         ("vllm:generation_tokens", "Tokens made.", "tokens"),
+        ("vllm:num_preemptions", "Preemptions of requests.", "preemptions"),
+        ("vllm:prefix_cache_queries", "Tokens looked for in the cache.", "prefix_cache_queries"),
+        ("vllm:prefix_cache_hits", "Tokens found in the cache.", "prefix_cache_hits"),
         ("mock_engine:requests", "Requests taken.", "requests"),
         ("mock_engine:asked_tokens", "Tokens that requests could get.", "tokens_asked"),
         ("mock_engine:errors", "Requests refused, messages not understood.", "errors"),

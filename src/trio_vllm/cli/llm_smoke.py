@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated
 
-from cyclopts import Parameter
+from cyclopts import CycloptsError, Parameter
 
 from trio_vllm.cli.app import WRONG_USAGE, invoke, new_app
 from trio_vllm.cli.smoke_options import (
@@ -77,8 +77,13 @@ async def all_smokes(*command: Command, options: Annotated[AllOptions, Flat] = A
 async def bench(*command: Command, options: Annotated[BenchOptions, Flat] = BenchOptions()) -> int:
     """Send a load to the engines, and report latencies and throughput."""
     from trio_vllm.cli.bench import bench as run_bench
+    from trio_vllm.cli.bench import check_files
     from trio_vllm.cli.smoke_runner import run_smokes
 
+    try:
+        check_files(options)
+    except ValueError as error:
+        raise CycloptsError(msg=str(error)) from error
     return await run_smokes(options, command, {"bench": run_bench})
 
 

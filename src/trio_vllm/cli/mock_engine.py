@@ -26,6 +26,7 @@ app = new_app(
     " of prompts and multimodal data are accepted as they are, and have no effect on the tokens.\n\n"
     "Options are also read from the environment (MOCK_ENGINE_SEED=7) and from a TOML file"
     " (--config). Exit codes: 0 stopped by SIGINT or SIGTERM, 1 failed, 2 wrong usage.",
+    usage="Usage: mock-engine [OPTIONS]",
 )
 
 

@@ -34,7 +34,12 @@ SECTIONS = (
     "Life",
 )
 """The headings of the help, in order."""
-GROUPS = {title: Group(title, sort_key=number) for number, title in enumerate(SECTIONS)}
+WITH_TIMES = ("Time of a step", "Time of a request", "Disaggregation", "Life")
+HOW_TO_WRITE_TIMES = "Times are seconds, or have a unit: 20ms, 1.5s."
+GROUPS = {
+    title: Group(title, help=HOW_TO_WRITE_TIMES if title in WITH_TIMES else "", sort_key=number)
+    for number, title in enumerate(SECTIONS)
+}
 
 
 def _split(_type: Any, tokens: Sequence[Token]) -> tuple[str, ...]:
@@ -83,7 +88,7 @@ def _option(field: attrs.Attribute[Any], hint: Any, doc: str) -> inspect.Paramet
         told["validator"] = _check_of(field)
     if title := field.metadata.get("section"):
         told["group"] = GROUPS[title]
-    if getattr(field.validator, "is_of_duration", False):
+    if field.converter is not None:  # of a time
         told["converter"] = _duration
     return inspect.Parameter(
         field.name,

@@ -4,8 +4,8 @@ Each of several processes, a *worker*, is this module as the program, with some 
 not for people, so neither a command nor an option makes a worker. Its one argument is `MockOptions` in
 JSON: an environment or a file with options has been read, and must not be read a second time.
 
-A worker's standard input says nothing; its end is the request to shut down. It ends when this process
-closes it, and just so when this process is killed. Stop signals are blocked in a worker from the
+A worker's standard input says nothing but, at its end, the request to shut down. If it ends without, this
+process was killed, and the worker kills itself: several processes die together, as one would. Stop signals are blocked in a worker from the
 start: Ctrl-C reaches all in the foreground, and what becomes of a worker is its parent's to decide.
 Its standard output gets lines of JSON: the states of its engines from time to time, if somebody
 watches, and at its end a report, the summary of its engines or the failure that has ended them. With a
@@ -50,6 +50,7 @@ from trio_vllm.cli.app import (
 )
 from trio_vllm.cli.mock_options import MockOptions
 from trio_vllm.concurrency import running
+from trio_vllm.errors import how_to_install
 from trio_vllm.processes import (
     ChildProcess,
     EndTimes,
@@ -72,6 +73,8 @@ STATE_INTERVAL = 0.5
 
 STATES_PER_LINE = 100
 """Engines of which one line tells: some 30 KB, and `trio_vllm.processes.LONGEST_LINE` is the limit."""
+SHUT_DOWN = b"shut down\n"
+"""The last words to a worker."""
 
 GRACE = 8.0
 """Seconds from the end of the time for requests until a worker is killed.
@@ -121,7 +124,7 @@ async def _exporter(host: str, port: int, states: EngineStatuses) -> Callable[[]
         from trio_vllm.cli.exporter import listen, serve_metrics
     except ImportError as error:
         raise ConfigurationError(
-            f"--metrics-port needs a library ({error}): pip install 'trio-vllm[metrics]'"
+            f"--metrics-port needs a library ({error}): {how_to_install('metrics')}"
         ) from error
     return partial(serve_metrics, states, await listen(host, port))
 
@@ -307,7 +310,7 @@ class _Supervision:
         async def end_on_shutdown() -> None:
             await self._shutdown.wait()
             limit.deadline = trio.current_time() + self._shutdown_timeout + self._grace
-            await worker.process.close_stdin()
+            await worker.process.close_stdin(SHUT_DOWN)
 
         async def limit_end() -> None:
             await worker.has_reported.wait()
@@ -372,9 +375,12 @@ async def _serve_until_end_of_input(options: MockOptions) -> Summary:
     shutdown = trio.Event()
 
     async def watch() -> None:
+        said = b""
         async with trio.lowlevel.FdStream(os.dup(sys.stdin.fileno())) as stdin:
-            async for _ in stdin:
-                pass
+            async for chunk in stdin:
+                said += chunk
+        if said != SHUT_DOWN:
+            os.kill(os.getpid(), signal.SIGKILL)
         shutdown.set()
 
     from trio_vllm.mock import EngineStatuses

@@ -6,6 +6,7 @@ Names and defaults are those of the ``external_engine_*`` examples of vLLM's Rus
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,6 +45,21 @@ def _check_client_index(_type: Any, value: int) -> None:
         )
 
 
+def _check_output_file(_type: Any, value: Path | None) -> None:
+    """Refuse at the start what could not be written at the end."""
+    if value is None:
+        return
+    if value.is_dir():
+        raise ValueError("Is a folder.")
+    if not value.parent.is_dir():
+        raise ValueError(f"There is no folder {value.parent}.")
+    if not os.access(value if value.exists() else value.parent, os.W_OK):
+        raise ValueError("Cannot be written.")
+
+
+OutputFile = Parameter(validator=_check_output_file)
+
+
 def _at_least(minimum: int, maximum: float = math.inf) -> Parameter:
     return Parameter(validator=Number(gte=minimum, lte=maximum))
 
@@ -80,7 +96,7 @@ class SmokeOptions:
     """Print one JSON object instead of name=value lines: verdict, reason, versions."""
     json_full: Annotated[bool, Parameter(group=OUTPUT)] = False
     """Print one JSON object with all that was found, too."""
-    junit: Annotated[Path | None, Parameter(group=OUTPUT)] = None
+    junit: Annotated[Path | None, OutputFile, Parameter(group=OUTPUT)] = None
     """Write a report there in the XML of JUnit, which CI systems show."""
     quiet: Annotated[bool, Parameter(group=OUTPUT, alias="-q")] = False
     """Print nothing but the reason of a failure, and JSON if it is asked for."""
@@ -229,9 +245,9 @@ class BenchOptions(SmokeOptions):
     goodput: Annotated[tuple[str, ...], Parameter(validator=_check_limits, group=RESULTS)] = ()
     """A limit in milliseconds, as ttft:200, tpot:50 or e2el:3000; requests that keep all of them
     count for request_goodput."""
-    result_file: Annotated[Path | None, Parameter(group=RESULTS)] = None
+    result_file: Annotated[Path | None, OutputFile, Parameter(group=RESULTS)] = None
     """Write the figures and those of each request there, in the form of ``vllm bench serve``."""
-    plot: Annotated[Path | None, Parameter(group=RESULTS)] = None
+    plot: Annotated[Path | None, OutputFile, Parameter(group=RESULTS)] = None
     """Draw latencies over time into this file; needs matplotlib."""
 
     @property
@@ -265,4 +281,6 @@ def check_usage(command: Sequence[str] = (), options: SmokeOptions = DEFAULTS) -
         from trio_vllm.spawn import address_in
 
         if address_in(command) is None:
-            raise ValueError("The command names no port: give --handshake-address.")
+            raise ValueError(
+                "The command names no port: give --handshake-address, or put {port} into it."
+            )

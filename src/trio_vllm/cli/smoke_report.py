@@ -38,6 +38,10 @@ class Report:
     failure_kind: str | None = attrs.field(default=None, init=False)
     """The exception's name; None if it was skipped."""
     seconds: float = attrs.field(default=0.0, init=False)
+    awaited: str = attrs.field(default="", init=False)
+    """What the smoke is waiting for, or has waited for last."""
+    engine_log: Sequence[str] = attrs.field(default=(), init=False)
+    """The last lines that its engines have printed, if they are ours."""
 
     def put(self, name: str, value: Any, text: str | None = None) -> None:
         """Note a finding; ``text`` is what is printed of it, if the value itself is too much."""
@@ -82,7 +86,14 @@ class Report:
         short = {name: self.findings[name] for name in SHORT if name in self.findings}
         findings = self.findings if full else {**short, **self.figures}
         lists = {"skipped": self.skipped, "warnings": self.warnings}
+        if full and self.log_of_failure:
+            lists["engine_log"] = self.log_of_failure
         return {**document, **_jsonable(findings), **lists}
+
+    @property
+    def log_of_failure(self) -> list[str]:
+        """The last lines of the engines' log, if the smoke has failed."""
+        return [*self.engine_log] if self.result == "failed" else []
 
 
 def version() -> str:
@@ -169,7 +180,8 @@ def _add_case(suite: ElementTree.Element, report: Report) -> None:
         ElementTree.SubElement(case, "skipped", {"message": reason})
     lines = [one_line(f"{name}={_plain(value)}") for name, value in report.findings.items()]
     ElementTree.SubElement(case, "system-out").text = _printable("\n".join(lines))
-    ElementTree.SubElement(case, "system-err").text = _printable("\n".join(report.warnings))
+    errors = [*report.warnings, *report.log_of_failure]
+    ElementTree.SubElement(case, "system-err").text = _printable("\n".join(errors))
 
 
 def _printable(text: str) -> str:

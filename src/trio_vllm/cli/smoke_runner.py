@@ -19,11 +19,13 @@ import attrs
 import trio
 
 from trio_vllm import (
+    EngineCommandError,
     EngineCoreClient,
     EngineCoreError,
     HandshakeOwner,
     Llm,
     SpawnedEngine,
+    StartupError,
     open_llm,
     spawn_engine,
 )
@@ -50,15 +52,27 @@ NAME = "llm-smoke"
 
 
 class EnginesEndedError(Exception):
-    """Engines of ours ended while they were needed."""
+    """Engines of ours ended after they were ready, while they were needed."""
 
 
 EXPECTED = (EngineCoreError, EnginesEndedError, OSError, SmokeError)
 """What engines, the system or the user can cause; all else is a bug of ours."""
 
 
+@attrs.frozen(str=False)
 class TimeLimitError(Exception):
     """The time for all smokes together is over."""
+
+    seconds: float
+    awaited: str
+
+    def __str__(self) -> str:
+        text = f"it was not done after {self.seconds:g} s (--timeout)"
+        return f"{text}, while waiting for {self.awaited}" if self.awaited else text
+
+
+STARTUP_GRACE = 0.2
+"""Seconds that a startup gets beyond the time limit, to say itself what it has been waiting for."""
 
 
 async def run_smokes(
@@ -86,8 +100,10 @@ async def run_smokes(
         reason = f"stopped by {stopped_by.name} before it was done"
         run.give_up(reason, stopped_by.name)
         print_line(NAME, reason)
-        return _write_junit(run.reports, options) or 128 + stopped_by
-    return _conclude(run.reports, options)
+        return _write_results(run.reports, options) or 128 + stopped_by
+    _print_failures(run.reports, options)
+    failed = _write_results(run.reports, options)
+    return failed or (0 if all(report.passed for report in run.reports) else FAILED)
 
 
 class _Warnings(logging.Handler):
@@ -111,6 +127,8 @@ class _Run:
     command: Sequence[str]
     end_times: EndTimes
     reports: list[Report]
+    limit: trio.CancelScope = attrs.field(factory=trio.CancelScope, init=False)
+    """Around all smokes."""
 
     @property
     def unfinished(self) -> list[Report]:
@@ -126,19 +144,26 @@ class _Run:
         batches = [[smoke] for smoke in smokes]
         if not self.options.spawn and not self.options.mock:
             batches = [list(smokes)]
-        with trio.move_on_after(self.options.timeout) as limit:  # noqa: ASYNC912
-            for batch in batches:
-                await self._run_batch(batch)
-        if limit.cancelled_caught:
-            reason = f"it was not done after {self.options.timeout:g} s (--timeout)"
-            self.give_up(reason, TimeLimitError.__name__)
+        self.limit.deadline = trio.current_time() + self.options.timeout
+        failure = None
+        try:
+            with self.limit:  # noqa: ASYNC912
+                for batch in batches:
+                    await self._run_batch(batch)
+        except TimeLimitError as error:
+            failure = error
+        if self.limit.cancelled_caught:
+            awaited = next((report.awaited for report in self.unfinished), "")
+            failure = TimeLimitError(self.options.timeout, awaited)
+        if failure is not None:
+            self.give_up(one_line(str(failure)), type(failure).__name__)
 
     async def _run_batch(self, batch: Sequence[tuple[Report, Smoke]]) -> None:
         """Run smokes on one connection."""
         reports = [report for report, _ in batch]
         with self._failing(reports):
             self._put_heading(reports[0])
-            async with self._connected() as (llm, address):
+            async with self._connected(reports) as (llm, address):
                 for number, (report, smoke) in enumerate(batch):
                     if not llm.client.is_healthy:
                         break
@@ -164,20 +189,46 @@ class _Run:
             report.end("skipped", f"not run: {reason}")
 
     @asynccontextmanager
-    async def _connected(self) -> AsyncIterator[tuple[Llm, str]]:
+    async def _connected(self, reports: Sequence[Report]) -> AsyncIterator[tuple[Llm, str]]:
         """Start the engines, if they are ours to start, and connect; gives the address too."""
         engines = RequiredEngines()
+        reports[0].awaited = "the engines"
         async with AsyncExitStack() as stack:
             mode = await stack.enter_async_context(self._engine_source(engines))
-            stack.enter_context(engines.needed_by_block())
-            client_index = self.options.client_index
-            with self._sign_of_life(mode.handshake_address):
+            stack.callback(_keep_log, mode, reports)
+            if self.options.mock:
+                stack.enter_context(engines.needed_by_block())
+            with self._sign_of_life(mode.handshake_address), self._timed_startup():
+                client_index = self.options.client_index
                 llm = await stack.enter_async_context(open_llm(mode, client_index=client_index))
-            engines.are_ready.set()
+            if self.options.spawn:  # an end before this is told by `spawn_engine` itself
+                stack.enter_context(engines.needed_by_block())
             try:
                 yield llm, mode.handshake_address
             finally:
                 engines.needed_no_more()
+
+    @property
+    def _time_left(self) -> float:
+        """Seconds; a startup must have some."""
+        return max(self.limit.deadline - trio.current_time(), 0.001)
+
+    @contextmanager
+    def _timed_startup(self) -> Iterator[None]:
+        """Let a startup that ends with the time for all of it say what it has been waiting for."""
+        deadline = self.limit.deadline
+        self.limit.deadline = deadline + STARTUP_GRACE
+        try:
+            yield
+        except EngineCommandError:
+            raise
+        except StartupError as error:
+            if trio.current_time() < deadline:
+                raise
+            awaited = "; ".join([error.awaited, *error.notes])
+            raise TimeLimitError(self.options.timeout, awaited) from error
+        finally:
+            self.limit.deadline = deadline
 
     @asynccontextmanager
     async def _engine_source(
@@ -193,6 +244,7 @@ class _Run:
             engine_count=options.engine_count,
             host=options.host,
             ready_timeout=options.ready_timeout,
+            startup_timeout=self._time_left,
         )
         if not options.mock:
             yield mode
@@ -210,6 +262,7 @@ class _Run:
             handshake_address=self.options.handshake_address,
             host=self.options.host,
             ready_timeout=self.options.ready_timeout,
+            startup_timeout=self._time_left,
             on_line=show if self.options.verbose else None,
             end_times=self.end_times,
         )
@@ -264,8 +317,8 @@ class _Run:
         begin = trio.current_time()
         try:
             yield
-        except OutputError:
-            raise  # there is nothing to report to
+        except (OutputError, TimeLimitError):
+            raise  # there is nothing to report to, or it is the failure of the current one
         except Exception as error:
             if self.options.debug:
                 print_traceback(error)
@@ -287,7 +340,6 @@ class RequiredEngines:
         self._scope = trio.CancelScope()
         self._reason = ""
         self._is_over = False
-        self.are_ready = trio.Event()
 
     @contextmanager
     def needed_by_block(self) -> Iterator[None]:
@@ -304,8 +356,7 @@ class RequiredEngines:
             self._scope.cancel(reason=reason)
 
     async def watch(self, spawned: SpawnedEngine) -> None:
-        """Task: note the end of a command after its engines were ready; before, it is the start that fails."""
-        await self.are_ready.wait()
+        """Task: note the end of a command."""
         self.ended(await spawned.wait_ended())
 
     def needed_no_more(self) -> None:
@@ -334,9 +385,14 @@ async def mock_engines(
 # The verdict --------------------------------------------------------------------------------------
 
 
-def _conclude(reports: list[Report], options: SmokeOptions) -> int:
-    """Print the verdict; give the exit code."""
-    failed = _write_junit(reports, options)
+def _keep_log(mode: HandshakeOwner | SpawnedEngine, reports: Sequence[Report]) -> None:
+    if isinstance(mode, SpawnedEngine):
+        for report in reports:
+            report.engine_log = mode.log
+
+
+def _print_failures(reports: list[Report], options: SmokeOptions) -> None:
+    """Say on standard error what was wrong."""
     for report in reports:
         name = "" if len(reports) == 1 else f"{report.name}: "
         if not options.quiet:
@@ -345,11 +401,16 @@ def _conclude(reports: list[Report], options: SmokeOptions) -> int:
                     print_line(NAME, f"{name}warning: {warning}")
         if report.result == "failed":
             print_line(NAME, f"{name}{report.failure}")
+
+
+def _write_results(reports: list[Report], options: SmokeOptions) -> int:
+    """Write the file that was asked for, and the verdict; `FAILED` if the file cannot be written."""
+    failed = _write_junit(reports, options)
     if options.prints_json:
         write_output(as_json(reports, full=options.json_full))
     elif len(reports) > 1 and not options.quiet:
         print_verdicts(reports)
-    return failed or (0 if all(report.passed for report in reports) else FAILED)
+    return failed
 
 
 def _write_junit(reports: list[Report], options: SmokeOptions) -> int:

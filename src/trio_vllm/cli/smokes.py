@@ -39,6 +39,10 @@ class SmokeError(Exception):
     """The engines did not do what they must; the text says what."""
 
 
+class OutputTimeoutError(SmokeError):
+    """The output of a request did not come in time."""
+
+
 Smoke = Callable[[Llm, Report, Any], Awaitable[None]]
 """Asks and checks; is handed the options of its command."""
 
@@ -58,7 +62,7 @@ async def generate(llm: Llm, report: Report, options: GenerateOptions) -> None:
     )
     report.put("request_id", request.request_id)
     report.put("prompt_token_ids", PROMPT_TOKEN_IDS)
-    with _limit(options.output_timeout_secs, f"the final output of request {request.request_id}"):
+    with _limit(report, options.output_timeout_secs, request.request_id):
         output = await llm.generate(request)
     report.put("token_ids", output.token_ids)
     report.put("finish_reason", str(output.finish_reason))
@@ -73,29 +77,35 @@ async def utility(llm: Llm, report: Report, options: UtilityOptions) -> None:
     client, timeout = llm.client, options.output_timeout_secs
 
     async def check_sleeping(when: str, *, expected: bool) -> None:
+        report.awaited = "the answer to is_sleeping"
         sleeping = await client.is_sleeping(timeout=timeout)
         report.put(f"is_sleeping({when})", sleeping)
         text = f"is_sleeping({when}) is {sleeping}, expected was {expected}"
         check(sleeping == expected, text.lower())
 
     await check_sleeping("initial", expected=options.expected_is_sleeping)
+    report.awaited = "the answer to reset_prefix_cache"
     was_reset = await client.reset_prefix_cache(
         reset_running_requests=options.reset_running_requests,
         reset_connector=options.reset_external,
         timeout=timeout,
     )
     report.put("reset_prefix_cache", was_reset)  # an engine at work does not: no failure
+    report.awaited = "the answer to reset_mm_cache"
     await client.reset_mm_cache(timeout=timeout)
     report.put("reset_mm_cache", "ok")
+    report.awaited = "the answer to reset_encoder_cache"
     await client.reset_encoder_cache(timeout=timeout)
     report.put("reset_encoder_cache", "ok")
     if options.skip_sleep_wake:
         report.put_skipped("sleep_wake")
         return
     level, mode = options.sleep_level, options.sleep_mode
+    report.awaited = "the answer to sleep"
     await client.sleep(level, PauseMode(mode), timeout=timeout)
     report.put("sleep", f"ok level={level} mode={mode}")
     await check_sleeping("after_sleep", expected=True)
+    report.awaited = "the answer to wake_up"
     await client.wake_up(timeout=timeout)
     report.put("wake_up", "ok")
     await check_sleeping("after_wake", expected=False)
@@ -120,7 +130,7 @@ async def logprobs(llm: Llm, report: Report, options: LogprobsOptions) -> None:
     report.put("prompt_repeats", options.prompt_repeats)
     report.put("requested_logprobs", options.logprobs)
     report.put("requested_prompt_logprobs", options.prompt_logprobs)
-    with _limit(options.output_timeout_secs, f"the final output of request {request.request_id}"):
+    with _limit(report, options.output_timeout_secs, request.request_id):
         answer = await _collect(llm.client, request)
     count, reason = len(answer.token_ids), answer.finish_reason
     report.put("token_ids", answer.token_ids)
@@ -171,12 +181,13 @@ def _sampling_params(max_tokens: int, **fields: Any) -> SamplingParams:
 
 
 @contextmanager
-def _limit(seconds: float, awaited: str) -> Iterator[None]:
-    """Raise `SmokeError` that tells what was waited for, if the block takes too long."""
+def _limit(report: Report, seconds: float, request_id: str | None) -> Iterator[None]:
+    """Raise `OutputTimeoutError` if the block, which completes a request, takes too long."""
+    report.awaited = f"the final output of request {request_id}"
     with trio.move_on_after(seconds) as scope:
         yield
     if scope.cancelled_caught:
-        raise SmokeError(f"{awaited} did not come within {seconds:g} s")
+        raise OutputTimeoutError(f"{report.awaited} did not come within {seconds:g} s")
 
 
 def _check_finish(reason: FinishReason | None, error: object, *expected: FinishReason) -> None:

@@ -64,7 +64,11 @@ class EngineSnapshot:
 
 @attrs.define(eq=False)
 class Engine:
-    """One engine core: its state, its requests, its load, and what it is to be sent."""
+    """One engine core: its state, its requests, its load, and what it is to be sent.
+
+    A `LoadBalancer` may read ``index``, ``ready_response``, ``len(engine.requests)`` and `snapshot`. All
+    else is the client's own and may change, and nothing may be written.
+    """
 
     index: int
     ready_response: EngineCoreReadyResponse
@@ -346,10 +350,13 @@ class EngineConnections:
 
 
 class LoadBalancer(Protocol):
-    """A rule that says which engine gets a request that may go to any."""
+    """A rule that says which engine gets a request that may go to any: ``open_llm(load_balancer=…)``."""
 
     def choose(self, engines: Sequence[Engine]) -> Engine:
-        """Choose one of several engines, which are all alive and in index order."""
+        """Choose one of several engines, which are all alive and in index order.
+
+        What it may read of them `Engine` says. It must not wait or raise.
+        """
         ...
 
 

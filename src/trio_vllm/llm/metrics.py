@@ -26,14 +26,15 @@ from typing import Any
 
 import attrs
 
+from trio_vllm.errors import ConfigurationError, how_to_install
+
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        'metrics need prometheus_client: pip install "trio-vllm[metrics]"', name=error.name
+        f"metrics need prometheus_client: {how_to_install('metrics')}", name=error.name
     ) from error
 
-from trio_vllm.errors import ConfigurationError
 from trio_vllm.llm.connectors import (
     MOONCAKE,
     NIXL,

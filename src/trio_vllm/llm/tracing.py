@@ -14,13 +14,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from trio_vllm.errors import how_to_install
+
 try:
     from opentelemetry import context, trace
     from opentelemetry.trace import Span, SpanKind, StatusCode, TracerProvider
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        'tracing needs opentelemetry: pip install "trio-vllm[tracing]"', name=error.name
+        f"tracing needs opentelemetry: {how_to_install('tracing')}", name=error.name
     ) from error
 
 from trio_vllm.llm.observers import FinishedCompletion, Observer

@@ -12,13 +12,14 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import attrs
 
 from trio_vllm.endpoint import parse_endpoint
-from trio_vllm.errors import ConfigurationError
+from trio_vllm.errors import ConfigurationError, how_to_install
 
 MAX_ENGINES = 2**16
 """Engine ids have two bytes. It is declared by `protocol`, whose import would slow down the help."""
@@ -72,8 +73,6 @@ class Check:
 
     fault_in: Callable[[Any], str | None]
     """Returns what is wrong with a value, to be read after the option's name."""
-    is_of_duration: bool = False
-    """Whether the option is a duration, which may be given as a text such as ``20ms``."""
 
     def __call__(self, _instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
         fault = self.fault_in(value)
@@ -122,20 +121,30 @@ def parse_duration(text: str) -> float:
     return float(found[1]) * UNITS.get(found[2], 1.0)
 
 
-def _duration(fault_in: Callable[[Any], str | None]) -> Check:
-    return Check(fault_in, is_of_duration=True)
+def to_seconds(value: float | str) -> float:
+    """The converter of each option that is a time: seconds, or a text such as ``20ms``.
+
+    What is no time stays as it is, for the validator, which knows the option's name.
+    """
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return parse_duration(value)
+    return value  # type: ignore[return-value]
 
 
-@_duration
-def _seconds(value: Any) -> str | None:
-    # the comparison also refuses nan
-    return None if isinstance(value, int | float) and value >= 0 else "must not be negative"
+def _time(is_fine: Callable[[float], bool], fault: str) -> Check:
+    def fault_in(value: Any) -> str | None:
+        if not isinstance(value, int | float):
+            return "must be a time such as 20ms, 1.5s or 2 (seconds)"
+        return None if is_fine(value) else fault
+
+    return Check(fault_in)
 
 
-@_duration
-def _finite_seconds(value: Any) -> str | None:
-    is_fine = isinstance(value, int | float) and 0 <= value < math.inf
-    return None if is_fine else "must be finite and not be negative"
+# The comparisons also refuse nan.
+_seconds = _time(lambda value: value >= 0, "must not be negative")
+_finite_seconds = _time(lambda value: 0 <= value < math.inf, "must be finite and not be negative")
+_positive_seconds = _time(lambda value: value > 0, "must be more than 0")
 
 
 @Check
@@ -154,11 +163,6 @@ def _scale(value: Any) -> str | None:
 def _share(value: Any) -> str | None:
     is_fine = isinstance(value, int | float) and 0 <= value <= 1
     return None if is_fine else "must be from 0 to 1"
-
-
-@_duration
-def _positive_seconds(value: Any) -> str | None:
-    return None if isinstance(value, int | float) and value > 0 else "must be more than 0"
 
 
 def _one_of(*values: str, optional: bool = False) -> Check:
@@ -217,7 +221,7 @@ def _tokenizer(value: Any) -> str | None:
     if value is None:
         return None
     if importlib.util.find_spec("llguidance") is None:
-        return "takes the package llguidance: install trio-vllm[structured]"
+        return f"takes the package llguidance: {how_to_install('structured')}"
     is_there = (Path(value) / "tokenizer.json").is_file()
     return None if is_there else "must be a folder with a tokenizer.json"
 
@@ -284,6 +288,8 @@ def _kv_events_config(value: Any) -> str | None:
 @attrs.frozen(kw_only=True)
 class MockEngineConfig:
     """How mock engines behave and what they say of themselves.
+
+    Times are seconds, or texts with a unit, such as ``"20ms"`` or ``"1.5s"``.
 
     Raises:
       ConfigurationError: An option has a value that makes no sense.
@@ -404,55 +410,57 @@ class MockEngineConfig:
     enable_logging_iteration_details: bool = attrs.field(default=False, metadata=SCHEDULING)
     """Tell in the statistics how many tokens of prompts and outputs each step computed."""
 
-    step_time: float = attrs.field(default=0.0, validator=_finite_seconds, metadata=STEP_TIME)
-    """Seconds that each step takes, or a text such as 8ms."""
+    step_time: float = attrs.field(
+        default=0.0, converter=to_seconds, validator=_finite_seconds, metadata=STEP_TIME
+    )
+    """How long each step takes."""
     step_time_per_request: float = attrs.field(
-        default=0.0, validator=_finite_seconds, metadata=STEP_TIME
+        default=0.0, converter=to_seconds, validator=_finite_seconds, metadata=STEP_TIME
     )
     """And for each request that gets a token but its first."""
     step_time_per_prefill_token: float = attrs.field(
-        default=0.0, validator=_finite_seconds, metadata=STEP_TIME
+        default=0.0, converter=to_seconds, validator=_finite_seconds, metadata=STEP_TIME
     )
     """And for each token of a prompt that is computed; cached ones cost nothing."""
     step_time_per_context_token: float = attrs.field(
-        default=0.0, validator=_finite_seconds, metadata=STEP_TIME
+        default=0.0, converter=to_seconds, validator=_finite_seconds, metadata=STEP_TIME
     )
     """And for each token that the requests of the step have so far."""
     time_to_first_token: float = attrs.field(
-        default=0.0, validator=_finite_seconds, metadata=REQUEST_TIME
+        default=0.0, converter=to_seconds, validator=_finite_seconds, metadata=REQUEST_TIME
     )
     """From the admission of a request to its first token."""
     time_to_first_token_std_dev: float = attrs.field(
-        default=0.0, validator=_finite_seconds, metadata=REQUEST_TIME
+        default=0.0, converter=to_seconds, validator=_finite_seconds, metadata=REQUEST_TIME
     )
     """Its standard deviation, at most 30 % of it; no time differs by more than 70 %."""
     prefill_overhead: float = attrs.field(
-        default=0.0, validator=_finite_seconds, metadata=REQUEST_TIME
+        default=0.0, converter=to_seconds, validator=_finite_seconds, metadata=REQUEST_TIME
     )
     """Without --time-to-first-token: what every prompt takes,"""
     prefill_time_per_token: float = attrs.field(
-        default=0.0, validator=_finite_seconds, metadata=REQUEST_TIME
+        default=0.0, converter=to_seconds, validator=_finite_seconds, metadata=REQUEST_TIME
     )
     """and what each of its tokens takes that is not cached."""
     prefill_time_std_dev: float = attrs.field(
-        default=0.0, validator=_finite_seconds, metadata=REQUEST_TIME
+        default=0.0, converter=to_seconds, validator=_finite_seconds, metadata=REQUEST_TIME
     )
     """The standard deviation of the time per token."""
     inter_token_latency: float = attrs.field(
-        default=0.0, validator=_finite_seconds, metadata=REQUEST_TIME
+        default=0.0, converter=to_seconds, validator=_finite_seconds, metadata=REQUEST_TIME
     )
     """From one token of a request to the next."""
     inter_token_latency_std_dev: float = attrs.field(
-        default=0.0, validator=_finite_seconds, metadata=REQUEST_TIME
+        default=0.0, converter=to_seconds, validator=_finite_seconds, metadata=REQUEST_TIME
     )
     """Its standard deviation."""
     kv_cache_transfer_latency: float = attrs.field(
-        default=0.0, validator=_finite_seconds, metadata=REQUEST_TIME
+        default=0.0, converter=to_seconds, validator=_finite_seconds, metadata=REQUEST_TIME
     )
     """In place of the prefill, if kv_transfer_params say that it was done elsewhere. With --pd-role
     also beside times of steps."""
     kv_cache_transfer_latency_std_dev: float = attrs.field(
-        default=0.0, validator=_finite_seconds, metadata=REQUEST_TIME
+        default=0.0, converter=to_seconds, validator=_finite_seconds, metadata=REQUEST_TIME
     )
     """Its standard deviation."""
     time_factor_under_load: float = attrs.field(
@@ -467,7 +475,7 @@ class MockEngineConfig:
     another engine (prefill), fetch them from one (decode), or both. The transfer takes
     --kv-cache-transfer-latency."""
     kv_lease_duration: float = attrs.field(
-        default=30.0, validator=_finite_seconds, metadata=DISAGGREGATION
+        default=30.0, converter=to_seconds, validator=_finite_seconds, metadata=DISAGGREGATION
     )
     """Seconds that blocks are kept which nobody fetches."""
     kv_connector_stats: bool = attrs.field(default=False, metadata=DISAGGREGATION)
@@ -480,10 +488,14 @@ class MockEngineConfig:
     )
     """The port there. Each further engine has the next."""
 
-    step_interval: float = attrs.field(default=0.0, validator=_seconds, metadata=LIFE)
+    step_interval: float = attrs.field(
+        default=0.0, converter=to_seconds, validator=_seconds, metadata=LIFE
+    )
     """Seconds between the steps of an engine, at least. 0 is as fast as can be, which floods a
     frontend that is slower: it gets to aborts only once it has caught up."""
-    startup_duration: float = attrs.field(default=0.0, validator=_finite_seconds, metadata=LIFE)
+    startup_duration: float = attrs.field(
+        default=0.0, converter=to_seconds, validator=_finite_seconds, metadata=LIFE
+    )
     """Time from the start until the engines join, as if they loaded weights."""
     time_scale: float = attrs.field(default=1.0, validator=_scale, metadata=LIFE)
     """All times of a schedule and of the startup are multiplied by it."""
@@ -664,6 +676,8 @@ def _scheduling_defaults() -> Sequence[tuple[str, Any]]:
 class ServeOptions:
     """Where mock engines serve, how many, and for how long.
 
+    Times are seconds, or texts with a unit, such as ``"20ms"`` or ``"1.5s"``.
+
     Raises:
       ConfigurationError: An option has a value that makes no sense.
     """
@@ -681,15 +695,17 @@ class ServeOptions:
     reconnect: bool = attrs.field(default=True, metadata=LIFE)
     """When the frontend has gone, wait for the next one."""
     startup_timeout: float = attrs.field(
-        default=math.inf, validator=_positive_seconds, metadata=LIFE
+        default=math.inf, converter=to_seconds, validator=_positive_seconds, metadata=LIFE
     )
     """Seconds that each answer of the frontend may take during the startup."""
     heartbeat_timeout: float = attrs.field(
-        default=math.inf, validator=_positive_seconds, metadata=LIFE
+        default=math.inf, converter=to_seconds, validator=_positive_seconds, metadata=LIFE
     )
     """Seconds after which a frontend that does not answer ZeroMQ's heartbeats has gone. Not for one
     that uses the zmq.rs library: it breaks the connection when it sees a heartbeat."""
-    shutdown_timeout: float = attrs.field(default=0.0, validator=_seconds, metadata=LIFE)
+    shutdown_timeout: float = attrs.field(
+        default=0.0, converter=to_seconds, validator=_seconds, metadata=LIFE
+    )
     """Seconds that requests may take to end after SIGINT or SIGTERM; then they are aborted. A
     second signal ends all at once."""
 

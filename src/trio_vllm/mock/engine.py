@@ -692,6 +692,7 @@ class MockEngine:
         """Counts since the start."""
         self.events.summary.tokens = self._scheduler.tokens_made
         self.events.summary.end = self._stepped_at
+        self.events.summary.take_schedule(self._scheduler.schedule_counts)
         return self.events.summary
 
     def pop_kv_events(self) -> list[list[KvCacheEvent]]:

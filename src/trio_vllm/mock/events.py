@@ -75,6 +75,19 @@ PACE_INTERVAL = 10.0
 
 
 @attrs.define
+class ScheduleCounts:
+    """What frontends count of a schedule, when the engine tells them."""
+
+    prompt_tokens: int = 0
+    """Of requests that have their first token."""
+    preemptions: int = 0
+    prefix_cache_queries: int = 0
+    """Tokens that were looked for in the prefix cache."""
+    prefix_cache_hits: int = 0
+    """Those that were found there."""
+
+
+@attrs.define
 class Summary:
     """Counts since the start; add up those of several engines."""
 
@@ -100,6 +113,21 @@ class Summary:
     """Time that steps came later than was asked for, because the machine is too slow."""
     finish_reasons: dict[str, int] = attrs.field(factory=dict)
     """Requests that are over, by the reason."""
+    prefilled_tokens: int = 0
+    """Prompt tokens of the requests that have their first token."""
+    preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+
+    def take_schedule(self, counts: ScheduleCounts | None) -> None:
+        """Note what a schedule has done so far; without one a prompt is prefilled at once."""
+        if counts is None:
+            self.prefilled_tokens = self.prompt_tokens
+            return
+        self.prefilled_tokens = counts.prompt_tokens
+        self.preemptions = counts.preemptions
+        self.prefix_cache_queries = counts.prefix_cache_queries
+        self.prefix_cache_hits = counts.prefix_cache_hits
 
     @property
     def tokens_per_second(self) -> float:
@@ -119,6 +147,10 @@ class Summary:
             tokens_asked=self.tokens_asked + other.tokens_asked,
             seconds_behind=self.seconds_behind + other.seconds_behind,
             finish_reasons=dict(Counter(self.finish_reasons) + Counter(other.finish_reasons)),
+            prefilled_tokens=self.prefilled_tokens + other.prefilled_tokens,
+            preemptions=self.preemptions + other.preemptions,
+            prefix_cache_queries=self.prefix_cache_queries + other.prefix_cache_queries,
+            prefix_cache_hits=self.prefix_cache_hits + other.prefix_cache_hits,
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from trio_vllm.errors import ConfigurationError
-from trio_vllm.mock.config import Check, MockEngineConfig, parse_duration
+from trio_vllm.mock.config import MockEngineConfig
 
 DESCRIPTIONS = ("description", "source")
 """Keys of a profile that are no options."""
@@ -63,21 +63,16 @@ def parse_profile(text: str, name: str) -> dict[str, Any]:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigurationError(f"profile {name} has an unknown key {key!r}{hint}")
     try:
-        options = {key: _value(fields[key], value) for key, value in options.items()}
-        MockEngineConfig(**options)
+        config = MockEngineConfig(
+            **{key: _value(fields[key], value) for key, value in options.items()}
+        )
     except ConfigurationError as error:
         raise ConfigurationError(f"profile {name}: {error}") from None
-    return options
+    return {key: getattr(config, key) for key in options}
 
 
 def _value(field: attrs.Attribute[Any], value: Any) -> Any:
-    """A value of a profile, which may be a duration."""
-    is_of_duration = isinstance(field.validator, Check) and field.validator.is_of_duration
-    if is_of_duration and isinstance(value, str):
-        try:
-            return parse_duration(value)
-        except ValueError as error:
-            raise ConfigurationError(f"{field.name}: {error}") from None
+    """A value of a profile, as the class takes it."""
     if str(field.type) == "bool" and not isinstance(value, bool):
         raise ConfigurationError(f"{field.name} must be true or false, got {value!r}")
     return tuple(value) if isinstance(value, list) else value

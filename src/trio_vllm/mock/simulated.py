@@ -23,6 +23,7 @@ from trio_vllm.mock.encoding import (
     pack_prefill_stats,
     row_with,
 )
+from trio_vllm.mock.events import ScheduleCounts
 from trio_vllm.mock.kv_cache import KvCache
 from trio_vllm.mock.kv_events import KvCacheEvent
 from trio_vllm.mock.lineup import Lineup, Member, Share
@@ -119,6 +120,7 @@ class SimulatedScheduler:
         self._held: frozenset[int] = frozenset()
         self._kv_events: list[list[KvCacheEvent]] = []
         self.tokens_made = 0
+        self.schedule_counts = ScheduleCounts()
 
     @property
     def counts(self) -> Counts:
@@ -324,11 +326,12 @@ class SimulatedScheduler:
         for (client_index, share), last in zip(shares, lasts, strict=True):
             self._write(share, last, extras, builder_for(client_index))
         self._write_plain(extras, builder_for)
+        self._count(extras)
         more = sum(sampled[one].num_delivered - 1 for one in rows if one in sampled)
         self.tokens_made += len(rows) + more
         if events := self._cache.take_events():
             self._kv_events.append(events)
-        self._stats = self._scheduler.make_stats(step)
+        self._make_stats(step)
         if finished:
             self._forget(finished)
         self._reset_when_ended(step.now)
@@ -411,6 +414,20 @@ class SimulatedScheduler:
         return events
 
     # Statistics ---------------------------------------------------------------------------------
+
+    def _count(self, extras: Mapping[ScheduledRequest, RowExtras]) -> None:
+        """Count what frontends count of rows."""
+        counts = self.schedule_counts
+        for row in extras.values():
+            if row.prefill_stats is not None:
+                counts.prompt_tokens += row.prefill_stats.num_prompt_tokens
+            counts.preemptions += sum(event.type is EventType.PREEMPTED for event in row.events)
+
+    def _make_stats(self, step: Step) -> None:
+        """Make the statistics of a step, and count what frontends count of them."""
+        self._stats = stats = self._scheduler.make_stats(step)
+        self.schedule_counts.prefix_cache_queries += stats.prefix_cache_stats.queries
+        self.schedule_counts.prefix_cache_hits += stats.prefix_cache_stats.hits
 
     @property
     def has_stats(self) -> bool:
@@ -544,7 +561,7 @@ class TimedRequests(SimulatedScheduler):
         self._unscheduled.update(chunks)
         self._is_eager = bool(chunks)
         if not keep_stats:
-            self._stats = self._scheduler.make_stats(step)
+            self._make_stats(step)
 
     def _due_time(self, request: ScheduledRequest, now: float) -> float:
         member, running = self._by_scheduled[request], self._scheduler.num_running

@@ -241,7 +241,7 @@ class StructuredAnswers:
         try:
             tokens, is_whole = self._make(params.structured_outputs, answer.key, limit)
         except ValueError as error:
-            reason = str(error).partition("\n")[0]
+            reason = " ".join(str(error).split())
             return attrs.evolve(answer, fault=f"structured_outputs: {reason}")
         ending = _ending(params, len(tokens), is_whole=is_whole)
         return Answer(answer.key, GivenTokens(tokens or [0], emitted), ending)

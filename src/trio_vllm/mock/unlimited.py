@@ -127,6 +127,9 @@ class UnlimitedScheduler:
         """Whether the next steps make tokens and nothing else."""
         return not self._plain.count and self._can_step and not self._can_start
 
+    schedule_counts = None
+    """There is no schedule."""
+
     @property
     def tokens_made(self) -> int:
         """How many tokens there have been in all."""
