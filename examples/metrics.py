@@ -1,6 +1,6 @@
 """Prometheus metrics under vLLM's names, for a program that drives engines itself.
 
-Needs ``pip install "trio-vllm[metrics]"``.
+Needs ``pip install '.[metrics]'`` in the clone.
 
     python examples/metrics.py [HANDSHAKE_ADDRESS]
 """

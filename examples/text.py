@@ -42,6 +42,11 @@ class ChatModel:
 
 async def main(folder: str, message: str, address: str = "tcp://127.0.0.1:29550") -> None:
     """Print the answer to a message as it comes."""
+    if not (Path(folder) / "tokenizer.json").is_file():
+        sys.exit(
+            f"{folder} is no folder with a tokenizer.json: give that of the model, not its name"
+            f" (`hf download {folder}` prints it for a model of the Hugging Face Hub)"
+        )
     model = ChatModel(Path(folder))
     first, *others = model.eos_token_ids
     request = GenerateRequest(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import os
+import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,9 +18,12 @@ import trio
 
 import trio_vllm.asyncio
 from trio_vllm import (
+    ClientClosedError,
     EncodeRequest,
     EngineCommandError,
+    EngineDeadError,
     FinishReason,
+    GenerateOutput,
     GenerateRequest,
     HandshakeOwner,
     InternalError,
@@ -28,6 +34,7 @@ from trio_vllm import (
 )
 from trio_vllm.asyncio import Llm
 from trio_vllm.mock import MockEngineConfig, ServeOptions, serve_mock_engines
+from trio_vllm.testing import mock_llm, open_frontend
 
 UNENDING = SamplingParams(max_tokens=1_000_000)
 LIMIT = 30.0
@@ -250,6 +257,38 @@ async def test_functions_of_trio(address: str) -> None:
 
 
 @on_asyncio
+async def test_what_is_no_function_of_trio(address: str) -> None:
+    """It is said what to do instead."""
+    async with opened(address) as llm:
+        with pytest.raises(TypeError, match="does not wait, so call it directly"):
+            await llm.run_in_trio(llm.trio.client.statistics)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="takes a coroutine function and its arguments"):
+            await llm.run_in_trio(llm.trio.client.sleep(1))  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"write `async with llm\.stream"):
+            await llm.run_in_trio(llm.trio.stream, request())
+
+
+@on_asyncio
+async def test_what_is_no_request(address: str) -> None:
+    """Each method says what it takes."""
+    wrong: Any = [1, 2]
+    async with opened(address) as llm:
+        with pytest.raises(TypeError, match=r"generate takes a GenerateRequest\(...\), not a list"):
+            await llm.generate(wrong)
+        with pytest.raises(TypeError, match=r"encode takes an EncodeRequest\(...\), not a Gen"):
+            await llm.encode(request())  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="stream takes a GenerateRequest"):
+            async with llm.stream(wrong):
+                pytest.fail("there is no stream")
+        with pytest.raises(TypeError, match="generate takes a GenerateRequest"):
+            async with llm.map([wrong]) as results:
+                await anext(results)
+        with pytest.raises(TypeError, match=r"write `async with llm\.stream"):
+            async for _ in llm.stream(request()):  # type: ignore[attr-defined]
+                pytest.fail("there is no stream")
+
+
+@on_asyncio
 async def test_several_at_once_in_one_loop(address: str) -> None:
     """They share one run of trio, which ends with the last of them."""
     async with opened(address + "1") as first:
@@ -359,11 +398,39 @@ async def test_a_crash_behind_the_block(address: str) -> None:
             await llm.generate(request(1_000_000))
 
 
-async def test_under_trio_it_says_so(address: str) -> None:
-    """Trio's own programs have `trio_vllm.open_llm`."""
-    with pytest.raises(RuntimeError):
-        async with trio_vllm.asyncio.open_llm(HandshakeOwner(handshake_address=address)):
+@pytest.mark.parametrize("name", ["open_llm", "spawn_engine"])
+async def test_under_trio_it_says_so(name: str, address: str) -> None:
+    """Trio's own programs have a function of the same name."""
+    text = rf"{name}\(\.\.\.\) is for asyncio: under trio use trio_vllm\.{name}"
+    with pytest.raises(RuntimeError, match=text):
+        async with getattr(trio_vllm.asyncio, name)(HandshakeOwner(handshake_address=address)):
             pytest.fail("there is no asyncio loop")
+
+
+@on_asyncio
+async def test_doors_of_trio_under_asyncio(address: str) -> None:
+    """Each says what to use instead, and leaves nothing open, also beside a guest run of trio's."""
+    mode = HandshakeOwner(handshake_address=f"{address}2")
+    doors: list[tuple[AbstractAsyncContextManager[object], str]] = [
+        (trio_vllm.open_llm(mode), "use trio_vllm.asyncio.open_llm"),
+        (trio_vllm.open_client(mode), "use trio_vllm.asyncio.open_llm, and its `llm.trio.client`"),
+        (trio_vllm.spawn_engine(["engine", "{port}"]), "use trio_vllm.asyncio.spawn_engine"),
+        (open_frontend(mode), "use trio.run in a thread"),
+        (mock_llm(), "use trio_vllm.testing.mock_engine"),
+    ]
+    async with opened(address) as llm:
+        doors.append((llm.trio.stream(request()), "use the Llm of trio_vllm.asyncio.open_llm"))
+        doors.append((llm.trio.map([]), "use the Llm of trio_vllm.asyncio.open_llm"))
+        for door, instead in doors:
+            with pytest.raises(RuntimeError) as caught:
+                async with door:
+                    pytest.fail("this is not trio")
+            assert str(caught.value).endswith(instead)
+        options = ServeOptions(handshake_address=f"{address}2")
+        with pytest.raises(RuntimeError, match=r"use trio_vllm\.testing\.mock_engine"):
+            await serve_mock_engines(MockEngineConfig(), options)
+    async with opened(f"{address}2") as llm:
+        assert len((await llm.generate(request())).token_ids) == 4
 
 
 # Many requests, and engines of one's own ------------------------------------------------------------
@@ -423,6 +490,83 @@ async def test_leaving_a_map_early_aborts(address: str) -> None:
 
 
 @on_asyncio
+async def test_a_map_without_engines(address: str) -> None:
+    """It takes no further request once the client is closed."""
+    requests = asynchronous([request(n) for n in (1, 1_000_000, 1_000_000, 1)])
+    with mock_engines(address):
+        mode = HandshakeOwner(handshake_address=address, ready_timeout=LIMIT)
+        async with trio_vllm.asyncio.open_llm(mode) as llm:
+            async with llm.map(requests, limit=2) as results:
+                await anext(results)
+                while llm.trio.client.in_flight_count < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+                await llm.shutdown()
+                ends = [(await anext(results))[1] for _ in range(2)]
+                with pytest.raises(ClientClosedError):
+                    await anext(results)
+                assert results.unanswered == []
+    left = [each async for each in requests]
+
+    assert [type(end) for end in ends] == [GenerateOutput, GenerateOutput]
+    assert [each.sampling_params.max_tokens for each in left] == [1]
+
+
+@on_asyncio
+async def test_a_request_that_comes_as_the_map_ends(address: str) -> None:
+    """What was taken too late to be sent is told, and so is what a cancelled wait had got."""
+    late = request(1, "late")
+
+    async def arriving() -> AsyncIterator[GenerateRequest]:
+        yield request(1, "first")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            yield late
+
+    async with opened(address) as llm:
+        async with llm.map(arriving()) as results:
+            while not llm.statistics().engines[0].totals.output_tokens:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            waiting = asyncio.create_task(anext(results))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            assert [each.request_id for each in results.unanswered] == ["first"]
+            first, _ = await anext(results)
+            await llm.shutdown()
+            with pytest.raises(ClientClosedError):
+                await anext(results)
+            assert results.unanswered == [late]
+
+    assert first.request_id == "first"
+
+
+@on_asyncio
+async def test_a_map_whose_engine_is_killed(address: str) -> None:
+    """The command is started again, and answers what was left."""
+    command = [sys.executable, "-m", "trio_vllm", "mock-engine", "--step-interval", "2ms"]
+    command += ["--handshake-address", "{address}", "--no-reconnect"]
+    requests = [request(9, str(number)) for number in range(60)]
+    done: list[str | None] = []
+    starts = 0
+    async with trio_vllm.asyncio.spawn_engine(command, restart=True) as mode:
+        while len(done) < len(requests) and starts < 3:
+            starts += 1
+            left = [each for each in requests if each.request_id not in done]
+            try:
+                async with trio_vllm.asyncio.open_llm(mode) as llm, llm.map(left, limit=7) as got:
+                    async for each, output in got:
+                        assert isinstance(output, GenerateOutput)
+                        done.append(each.request_id)
+                        if len(done) == 20:
+                            os.kill(mode.pid, signal.SIGKILL)
+            except EngineDeadError:
+                assert 1 <= len(got.unanswered) <= 7
+
+    assert (sorted(map(int, filter(None, done))), starts) == ([*range(60)], 2)
+
+
+@on_asyncio
 async def test_an_error_of_the_requests(address: str) -> None:
     """It comes out of the iteration, bare."""
 
@@ -444,6 +588,11 @@ async def test_spawned_engines(address: str) -> None:
     async with trio_vllm.asyncio.spawn_engine(command, handshake_address=address) as engine:
         async with trio_vllm.asyncio.open_llm(engine) as llm:
             assert len((await llm.generate(request())).token_ids) == 4
+        assert (engine.handshake_address, [*engine.engine_indices]) == (address, [0])
+        assert engine.is_for_one_client
+        os.kill(engine.pid, signal.SIGKILL)
+        assert (await engine.wait_ended()).startswith("the engine command died of SIGKILL")
+        assert any("serving 1 client(s)" in line for line in engine.log)
 
     assert len(asyncio.all_tasks()) == 1
 
@@ -454,6 +603,14 @@ async def test_a_command_that_cannot_start(address: str) -> None:
     with pytest.raises(EngineCommandError):
         async with trio_vllm.asyncio.spawn_engine(["/no/such/program", address]):
             pytest.fail("there is nothing to start")
+
+
+def test_the_signature_is_that_of_trio() -> None:
+    """Options and their defaults; but for the value."""
+    ours, theirs = map(inspect.signature, (trio_vllm.asyncio.open_llm, trio_vllm.open_llm))
+
+    assert ours.parameters == theirs.parameters
+    assert ours.return_annotation == "AbstractAsyncContextManager[Llm]"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -262,7 +264,7 @@ def test_ctrl_c_while_the_pumps_end_strikes_afterwards() -> None:
 # A block's value without a block ------------------------------------------------------------------
 
 
-@explains_misuse
+@explains_misuse("open_seven", instead="open_eight")
 @asynccontextmanager
 async def open_seven(extra: int = 0) -> AsyncIterator[int]:
     """Seven, and something."""
@@ -285,6 +287,36 @@ async def test_awaiting_in_place_of_opening() -> None:
         TypeError, match=r"open_seven\(\.\.\.\) cannot be awaited: write `async with"
     ):
         await open_seven()
+
+
+async def test_iterating_in_place_of_opening() -> None:
+    """It says that the block's value iterates, if any does."""
+    with pytest.raises(
+        TypeError, match=r"write `async with open_seven\(\.\.\.\) as .* and iterate"
+    ):
+        async for _ in open_seven():  # type: ignore[attr-defined]
+            pytest.fail("there is nothing")
+
+
+def test_the_signature_of_an_opening() -> None:
+    """`help` shows a context manager, with the arguments and the value."""
+    assert (
+        str(inspect.signature(open_seven)).replace("'", "")
+        == "(extra: int = 0) -> AbstractAsyncContextManager[int]"
+    )
+
+
+def test_opening_under_asyncio() -> None:
+    """It is refused before anything is done, with what to use there."""
+
+    async def enter() -> None:
+        async with open_seven():
+            pytest.fail("it was opened")
+
+    with pytest.raises(
+        RuntimeError, match=r"open_seven\(\.\.\.\) is for trio: under asyncio use open_eight"
+    ):
+        asyncio.run(enter())
 
 
 def test_opening_with_plain_with() -> None:

@@ -103,7 +103,6 @@ def test_programs_of_the_docs_run(name: str, tmp_path: Path) -> None:
     """Against a mock engine, or one that they start themselves."""
     address = f"ipc://{tmp_path}/h" if len(str(tmp_path)) < 80 else "tcp://127.0.0.1:29551"
     code = programs()[name].replace("tcp://127.0.0.1:29550", address)
-    code = code.replace('"mock-engine",', f'"{sys.executable}", "-m", "trio_vllm", "mock-engine",')
     engine = [sys.executable, "-m", "trio_vllm", "mock-engine", "--handshake-address", address]
     with subprocess.Popen(engine, stderr=subprocess.DEVNULL) as mock:
         done = subprocess.run(

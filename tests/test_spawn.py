@@ -103,12 +103,26 @@ async def test_a_failed_start_can_be_tried_again(tmp_path: Path) -> None:
     assert (tmp_path / "n").read_text() == "xx"
 
 
-async def test_a_command_that_does_not_exist() -> None:
+BESIDE = Path(sys.executable)
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("/no/such/engine", "No such file or directory"),
+        ("no-such-engine", "not found on PATH"),
+        (BESIDE.name, f"not found on PATH; there is {BESIDE} next to this Python"),
+        (str(Path(__file__)), "Permission denied"),
+    ],
+)
+async def test_a_command_that_does_not_exist(program: str, reason: str) -> None:
+    """One that is next to this Python is shown: the environment is not activated then."""
     with pytest.raises(EngineCommandError) as caught:
-        async with spawn_engine(["/no/such/engine", "{port}"]):
+        async with spawn_engine([program, "{port}"], env={"PATH": "/nowhere"}):
             pytest.fail("it did not start")  # pragma: no cover
 
-    assert str(caught.value) == "cannot start /no/such/engine: No such file or directory"
+    assert str(caught.value) == f"cannot start {program}: {reason}"
+    assert caught.value.__suppress_context__
 
 
 async def test_a_command_without_an_address() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+from trio_vllm.mock import MockEngineConfig
 from trio_vllm.testing import mock_engine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -27,6 +30,12 @@ NEEDED = {
 """What each needs besides the package."""
 
 
+def start(name: str, *arguments: str) -> subprocess.Popen[str]:
+    """Start an example beside the check."""
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
 def run(name: str, *arguments: str, **environment: str) -> str:
     """Run an example; gives what it prints."""
     done = subprocess.run(
@@ -41,14 +50,52 @@ def run(name: str, *arguments: str, **environment: str) -> str:
 
 
 def batch(folder: Path) -> None:
-    """Each line is answered."""
-    prompts = [{"prompt_token_ids": [n + 1], "max_tokens": n + 1} for n in range(20)]
-    (folder / "in").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    """Each line is answered once, whatever becomes of engines; one that fails is told."""
+    lengths = [n % 20 + 1 for n in range(2000)]
+    write_prompts(folder / "in", lengths[:20])
     with mock_engine() as engines:
         run("batch", str(folder / "in"), str(folder / "out"), engines.handshake_address)
-    answers = [json.loads(line) for line in (folder / "out").read_text().splitlines()]
+        assert read_lengths(folder / "out") == lengths[:20]
+        # The next run has more to do, and does no more than that. One line fails.
+        write_prompts(folder / "in", [*lengths[:20], -1, 7])
+        arguments = [str(folder / "in"), str(folder / "out"), engines.handshake_address]
+        done = start("batch", *arguments)
+        _, log = done.communicate(timeout=120)
+        assert (done.returncode, log.startswith("line 20: request")) == (1, True), log
+        assert len(engines.engine.requests) == 21, engines.engine
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        end_engines_midway(folder, lengths, number)
+
+
+def end_engines_midway(folder: Path, lengths: list[int], number: int) -> None:
+    """End the engine that the example has started; it starts another, and loses nothing."""
+    prompts, out, pid = folder / "in", folder / f"out-{number}", folder / "pid"
+    write_prompts(prompts, lengths)
+    command = f"echo $$ > {pid}; exec {sys.executable} -m trio_vllm mock-engine --no-reconnect"
+    command += " --step-interval 2ms --handshake-address {address}"
+    process = start("batch", str(prompts), str(out), "sh", "-c", command)
+    while not out.exists() or out.read_text().count("\n") < 500:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    os.kill(int(pid.read_text()), number)
+    _, log = process.communicate(timeout=120)
+    assert process.returncode == 0, log
+    assert "start 1 of 3: engine 0 is dead" in log, log
+    assert read_lengths(out) == lengths
+
+
+def write_prompts(path: Path, lengths: list[int]) -> None:
+    """A prompt for each of the numbers of tokens."""
+    prompts = [{"prompt_token_ids": [n + 1], "max_tokens": k} for n, k in enumerate(lengths)]
+    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+
+
+def read_lengths(path: Path) -> list[int]:
+    """The numbers of tokens by line; each line is there once."""
+    answers = [json.loads(line) for line in path.read_text().splitlines()]
     lengths = {int(answer["line"]): len(answer["token_ids"]) for answer in answers}
-    assert lengths == {n: n + 1 for n in range(20)}, lengths
+    assert len(answers) == len(lengths), "a line was completed twice"
+    return [lengths[number] for number in sorted(lengths)]
 
 
 def data_parallel(_: Path) -> None:
@@ -79,6 +126,7 @@ def text(folder: Path) -> None:
 
     words = ["<unk>", "</s>", "hello", "world"]
     tokenizer = Tokenizer(models.WordLevel({w: n for n, w in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.add_special_tokens(["</s>"])
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -87,6 +135,12 @@ def text(folder: Path) -> None:
     with mock_engine(answers={(2,): [2, 3]}) as engines:
         out = run("text", str(folder), "hello", engines.handshake_address)
     assert out.strip() == "hello world", out
+    with mock_engine(MockEngineConfig(output="echo")) as engines:
+        out = run("text", str(folder), "world hello", engines.handshake_address)
+    assert out.strip() == "world hello", out
+    done = start("text", "Qwen/Qwen3-0.6B", "hello")
+    _, log = done.communicate(timeout=60)
+    assert (done.returncode, "is no folder with a tokenizer.json" in log) == (1, True), log
 
 
 def fastapi_app(_: Path) -> None:

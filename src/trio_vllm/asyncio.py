@@ -10,19 +10,22 @@ leaving is aborting here too. Both loops share one thread, so no lock is needed.
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import trio
 
 from trio_vllm import llm as trio_llm
 from trio_vllm import spawn
-from trio_vllm.concurrency import explains_misuse
+from trio_vllm.concurrency import Opening, explains_misuse
 from trio_vllm.errors import EngineCoreError
 from trio_vllm.llm import (
+    BatchResults,
     CompletionDelta,
     EncodeOutput,
     EncodeRequest,
@@ -32,7 +35,11 @@ from trio_vllm.llm import (
     LlmStatistics,
 )
 
+P = ParamSpec("P")
 T = TypeVar("T")
+U = TypeVar("U")
+
+TRIO_LLM = "the Llm of trio_vllm.open_llm"
 
 
 class Llm:
@@ -51,9 +58,10 @@ class Llm:
         """
         return await self._guest.run(self.trio.generate, request)
 
+    @explains_misuse("llm.stream", instead=TRIO_LLM, library="asyncio")
     @asynccontextmanager
     async def stream(self, request: GenerateRequest) -> AsyncIterator[CompletionStream]:
-        """Complete a prompt; the block's value iterates over what is new.
+        """Complete a prompt; ``async with llm.stream(request) as deltas`` iterates over what is new.
 
         Leaving the block early, for whatever reason, aborts the request. See
         `trio_vllm.Llm.stream`.
@@ -61,6 +69,7 @@ class Llm:
         async with self._guest.enter(self.trio.stream(request)) as stream:
             yield CompletionStream(self._guest, stream)
 
+    @explains_misuse("llm.map", instead=TRIO_LLM, library="asyncio")
     @asynccontextmanager
     async def map(
         self,
@@ -69,8 +78,8 @@ class Llm:
         limit: int = 256,
         ordered: bool = False,
         retries: int = 0,
-    ) -> AsyncIterator[Stream[tuple[GenerateRequest, GenerateOutput | EngineCoreError]]]:
-        """Complete many prompts; the block's value iterates over pairs of request and output.
+    ) -> AsyncIterator[BatchStream]:
+        """Complete many prompts; ``async with llm.map(requests) as results`` iterates over pairs.
 
         Arguments and errors are those of `trio_vllm.Llm.map`. An asynchronous iterable runs on
         asyncio. Leaving the block aborts what is in flight.
@@ -79,7 +88,7 @@ class Llm:
             requests = _FromAsyncio(requests)
         manager = self.trio.map(requests, limit=limit, ordered=ordered, retries=retries)
         async with self._guest.enter(manager) as results:
-            yield Stream(self._guest, results)
+            yield BatchStream(self._guest, results)
 
     async def encode(self, request: EncodeRequest) -> EncodeOutput:
         """Pool a prompt; see `trio_vllm.Llm.encode`. Cancelled like `generate`."""
@@ -102,11 +111,28 @@ class Llm:
 
         Raises:
           BaseException: What ``function`` raises, bare.
+          TypeError: ``function`` is no coroutine function. One that does not wait, such as
+            ``llm.trio.client.scheduler_stats``, is called directly.
 
         Cancellation:
           Cancels the function and waits until it has ended.
         """
-        return await self._guest.run(function, *args)
+        if asyncio.iscoroutine(function):
+            function.close()  # type: ignore[unreachable]
+            raise TypeError(
+                f"run_in_trio takes a coroutine function and its arguments, not {function!r}"
+            )
+        return await self._guest.run(_call, function, *args)
+
+
+async def _call(function: Callable[..., Awaitable[T]], *args: Any) -> T:
+    """Call a coroutine function; `TypeError` if it is none."""
+    awaitable = function(*args)
+    if not isinstance(awaitable, Awaitable):
+        raise TypeError(
+            f"run_in_trio takes coroutine functions; {function!r} does not wait, so call it directly"
+        )
+    return await awaitable
 
 
 class Stream(Generic[T]):
@@ -149,6 +175,21 @@ class CompletionStream(Stream[CompletionDelta]):
         self._completions.stop(stop_reason, index=index)
 
 
+class BatchStream(Stream[tuple[GenerateRequest, GenerateOutput | EngineCoreError]]):
+    """An asynchronous iterator over pairs of a request and its output or error; see `Llm.map`."""
+
+    def __init__(
+        self, guest: GuestRun, results: BatchResults[GenerateRequest, GenerateOutput]
+    ) -> None:
+        super().__init__(guest, results)
+        self._results = results
+
+    @property
+    def unanswered(self) -> Sequence[GenerateRequest]:
+        """The requests that were taken and whose pairs have not come; see `trio_vllm.Llm.map`."""
+        return [*(request for request, _ in self._deliveries), *self._results.unanswered]
+
+
 class _FromAsyncio(AsyncIterator[T]):
     """Iterates on asyncio for a task of trio's in the same thread."""
 
@@ -166,35 +207,98 @@ class _FromAsyncio(AsyncIterator[T]):
             task.cancel()
             with trio.CancelScope(shield=True):
                 await done.wait()
-            raise
+            if task.cancelled():
+                raise
+        # If it was too late to cancel the task, what it has got must not be lost.
         return task.result()
 
     async def _next(self) -> T:
         return await anext(self._iterator)
 
 
-@explains_misuse
-@asynccontextmanager
-async def open_llm(mode: Any, **options: Any) -> AsyncIterator[Llm]:
+class SpawnedEngine:
+    """Engines that a command of ours has started, for `open_llm`; made by `spawn_engine`."""
+
+    def __init__(self, guest: GuestRun, engine: spawn.SpawnedEngine) -> None:
+        self._guest = guest
+        self.trio = engine
+        """The `trio_vllm.SpawnedEngine` behind it."""
+
+    @property
+    def engine_indices(self) -> range:
+        """The expected engines."""
+        return self.trio.engine_indices
+
+    @property
+    def is_for_one_client(self) -> bool:
+        """Whether the engines are told one output address: that of client 0."""
+        return self.trio.is_for_one_client
+
+    @property
+    def handshake_address(self) -> str:
+        """Where the engines of the present run of the command report."""
+        return self.trio.handshake_address
+
+    @property
+    def pid(self) -> int:
+        """The process id of the command, which is the id of its process group."""
+        return self.trio.pid
+
+    @property
+    def log(self) -> Sequence[str]:
+        """The last lines that the present run of the command has printed."""
+        return self.trio.log
+
+    def connect(self) -> AbstractAsyncContextManager[Any]:
+        """For trio's side of `open_llm`."""
+        return self.trio.connect()
+
+    async def wait_ended(self) -> str:
+        """Wait until the command ends by itself; gives how, with its last line."""
+        return await self._guest.run(self.trio.wait_ended)
+
+
+def _opens(
+    name: str, function: Callable[P, AbstractAsyncContextManager[T]]
+) -> Callable[[Callable[[GuestRun, T], U]], Callable[P, Opening[U]]]:
+    """Decorate what makes a value for asyncio of one of trio's; the result opens it.
+
+    Its arguments are those of ``function``, which opens trio's.
+    """
+
+    def decorate(convert: Callable[[GuestRun, T], U]) -> Callable[P, Opening[U]]:
+        @asynccontextmanager
+        async def opener(*args: P.args, **kwargs: P.kwargs) -> AsyncIterator[U]:
+            async with _guest_run() as guest, guest.enter(function(*args, **kwargs)) as value:
+                yield convert(guest, value)
+
+        functools.update_wrapper(opener, convert)
+        value = inspect.signature(convert).return_annotation
+        opener.__signature__ = inspect.signature(function).replace(  # type: ignore[attr-defined]
+            return_annotation=f"AsyncIterator[{value}]"
+        )
+        return explains_misuse(name, instead=f"trio_vllm.{name}", library="asyncio")(opener)
+
+    return decorate
+
+
+@_opens("open_llm", trio_llm.open_llm)
+def open_llm(guest: GuestRun, llm: trio_llm.Llm) -> Llm:
     """Connect to engine cores; the block's value generates.
 
     Arguments and errors are those of `trio_vllm.open_llm`. After the block nothing of it runs.
 
     Raises:
-      RuntimeError: This thread already runs trio, and not as a guest of this event loop.
+      RuntimeError: The task is one of trio's.
 
     Cancellation:
       Leaves nothing behind, at any point.
     """
-    async with _guest_run() as guest, guest.enter(trio_llm.open_llm(mode, **options)) as llm:
-        yield Llm(guest, llm)
+    return Llm(guest, llm)
 
 
-@explains_misuse
-@asynccontextmanager
-async def spawn_engine(
-    command: Sequence[str], **options: Any
-) -> AsyncIterator[spawn.SpawnedEngine]:
+@_opens("spawn_engine", spawn.spawn_engine)
+def spawn_engine(guest: GuestRun, engine: spawn.SpawnedEngine) -> SpawnedEngine:
     """Start engines with a command; the block's value is for `open_llm`.
 
     Arguments and errors are those of `trio_vllm.spawn_engine`.
@@ -202,9 +306,7 @@ async def spawn_engine(
     Cancellation:
       Ends the command, more hastily.
     """
-    manager = spawn.spawn_engine(command, **options)
-    async with _guest_run() as guest, guest.enter(manager) as engine:
-        yield engine
+    return SpawnedEngine(guest, engine)
 
 
 class GuestRun:

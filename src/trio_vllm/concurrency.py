@@ -8,12 +8,13 @@ value is a block's.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
-from typing import Generic, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Generic, NoReturn, ParamSpec, TypeVar
 
 import attrs
 import trio
@@ -137,13 +138,18 @@ class Waker:
 
 
 class Opening(AbstractAsyncContextManager[T_co, bool | None], Generic[T_co]):
-    """An asynchronous context manager that says so when it is taken for its value."""
+    """An asynchronous context manager that says so when it is used otherwise, or by the wrong library."""
 
-    def __init__(self, function: str, manager: AbstractAsyncContextManager[T_co]) -> None:
+    def __init__(
+        self, function: str, manager: AbstractAsyncContextManager[T_co], check: Callable[[], None]
+    ) -> None:
+        """``check`` is called before the block is entered."""
         self._function = function
         self._manager = manager
+        self._check = check
 
     async def __aenter__(self) -> T_co:
+        self._check()
         return await self._manager.__aenter__()
 
     async def __aexit__(
@@ -156,6 +162,12 @@ class Opening(AbstractAsyncContextManager[T_co, bool | None], Generic[T_co]):
 
     def __await__(self) -> NoReturn:
         raise TypeError(self._advice("cannot be awaited"))
+
+    if not TYPE_CHECKING:  # which finds the mistake by its absence
+
+        def __aiter__(self) -> NoReturn:
+            advice = self._advice("cannot be iterated over")
+            raise TypeError(f"{advice} and iterate over the block's value")
 
     def __enter__(self) -> NoReturn:
         raise TypeError(self._advice("is no block for `with`"))
@@ -170,15 +182,44 @@ class Opening(AbstractAsyncContextManager[T_co, bool | None], Generic[T_co]):
 
 
 def explains_misuse(
-    function: Callable[P, AbstractAsyncContextManager[T_co]],
-) -> Callable[P, Opening[T_co]]:
-    """Decorate a function that gives an asynchronous context manager, which shall be an `Opening`."""
+    name: str, *, instead: str, library: str = "trio"
+) -> Callable[
+    [Callable[P, AbstractAsyncContextManager[T_co]]],
+    Callable[P, Opening[T_co]],
+]:
+    """Decorate a function that gives an asynchronous context manager, which shall be an `Opening`.
 
-    @functools.wraps(function)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Opening[T_co]:
-        return Opening(function.__name__, function(*args, **kwargs))
+    Args:
+      name: What callers write, such as ``llm.stream``.
+      instead: What to use under the other library.
+      library: Whose tasks may enter the block: ``trio`` or ``asyncio``.
+    """
 
-    return wrapper
+    def decorate(
+        function: Callable[P, AbstractAsyncContextManager[T_co]],
+    ) -> Callable[P, Opening[T_co]]:
+        check = functools.partial(check_library, name, library, instead)
+
+        @functools.wraps(function)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> Opening[T_co]:
+            return Opening(name, function(*args, **kwargs), check)
+
+        # What `contextmanager` leaves says that the function iterates, and `help` shows that.
+        shown = inspect.signature(function)
+        value = str(shown.return_annotation).removeprefix("AsyncIterator")
+        wrapper.__signature__ = shown.replace(  # type: ignore[attr-defined]
+            return_annotation=f"AbstractAsyncContextManager{value}"
+        )
+        return wrapper
+
+    return decorate
+
+
+def check_library(function: str, library: str, instead: str) -> None:
+    """Raise a `RuntimeError` unless the task that runs is one of this library, trio or asyncio."""
+    present = "trio" if trio.lowlevel.in_trio_task() else "asyncio"
+    if present != library:
+        raise RuntimeError(f"{function}(...) is for {library}: under {present} use {instead}")
 
 
 class Turns:

@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:
         f"the monitor needs rich: {how_to_install('monitor')}", name=error.name
     ) from error
 
-from trio_vllm.concurrency import running
+from trio_vllm.concurrency import explains_misuse, running
 from trio_vllm.llm import EngineStatistics, Llm, LlmStatistics
 
 COLUMNS = (
@@ -110,6 +110,7 @@ class _View:
             await trio.sleep(interval)
 
 
+@explains_misuse("show_statistics", instead="llm.statistics()")
 @asynccontextmanager
 async def show_statistics(
     llm: Llm, *, console: Console | None = None, interval: float = 0.5, below: RenderableType = ""

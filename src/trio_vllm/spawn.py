@@ -8,9 +8,11 @@ import os
 import re
 import socket
 import subprocess
+import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import attrs
 import trio
@@ -46,7 +48,7 @@ SPAWNED_END = EndTimes(normal=5.0, hurried=0.3)
 """How long spawned engines may take to end; a program that is stopped has a second at most."""
 
 
-@explains_misuse
+@explains_misuse("spawn_engine", instead="trio_vllm.asyncio.spawn_engine")
 @asynccontextmanager
 async def spawn_engine(
     command: Sequence[str],
@@ -69,9 +71,10 @@ async def spawn_engine(
     That is so even if this process is killed.
 
     Args:
-      command: The program and its arguments, such as ``["vllm", "serve", MODEL, "--headless", …]``.
-        ``{port}`` and ``{address}`` in it stand for the handshake address. Without any, the address is
-        the one that it names, or ``handshake_address``.
+      command: The program, by its path or by a name that is on ``PATH``, and its arguments, such as
+        ``["vllm", "serve", MODEL, "--headless", …]``. ``{port}`` and ``{address}`` in it stand for
+        the handshake address. Without any, the address is the one that it names, or
+        ``handshake_address``.
       engine_count: How many engines the command starts.
       handshake_address: Where they report, bound by us; a free port of the loopback interface if it
         is None and the command has a placeholder.
@@ -229,7 +232,11 @@ class SpawnedEngine:
         try:
             self._run = await self._nursery.start(self._command.run, address)
         except ProcessFailedError as error:
-            raise EngineCommandError(reason=str(error)) from error
+            reason = str(error)
+            program = self._command.arguments[0]
+            if isinstance(error.__cause__, FileNotFoundError) and os.sep not in program:
+                reason = _why_not_found(program)
+            raise EngineCommandError(reason=reason) from None
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[EngineChannels]:
@@ -296,6 +303,14 @@ async def _tell_end(run: _Run, error: EngineDeadError) -> None:
     with trio.move_on_after(END_DELAY):
         how = await run.wait_end()
         error.add_note("\n".join([f"{how}; the last lines of its log:", *run.log]))
+
+
+def _why_not_found(program: str) -> str:
+    """What is said of a program that is not there; it may be in an environment that is not active."""
+    reason = f"cannot start {program}: not found on PATH"
+    if (beside := Path(sys.executable).with_name(program)).is_file():
+        reason += f"; there is {beside} next to this Python"
+    return reason
 
 
 # Addresses in commands ----------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,13 @@ from trio_vllm.errors import InvalidFieldError
 from trio_vllm.llm import EncodeRequest, GenerateRequest
 from trio_vllm.protocol import (
     EngineCoreRequest,
+    PoolingParams,
     SamplingParams,
     as_token_ids,
     decode_engine_message,
 )
+
+POOLING = PoolingParams(task="embed")
 
 LIMITS = RequestLimits(max_model_len=16)
 
@@ -63,13 +68,20 @@ def test_prompt_by_name() -> None:
         ("hello", "not a text"),
         (b"hello", "not a bytes"),
         ({1: 2}, "not a dict"),
-        (5, "not a int"),
-        (object(), "not a object"),
+        (5, "not an int"),
+        (object(), "not an object"),
     ],
 )
 def test_what_is_no_token_ids_is_a_type_error(given: Any, said: str) -> None:
     with pytest.raises(TypeError, match=f"prompt_token_ids must be token ids.*{said}"):
         GenerateRequest(given)
+
+
+@pytest.mark.parametrize("kind", [GenerateRequest, partial(EncodeRequest, pooling_params=POOLING)])
+def test_a_request_id_is_a_string(kind: Callable[..., object]) -> None:
+    """Engines read it as one, and a number would be the name of no request that can be aborted."""
+    with pytest.raises(TypeError, match=r"^request_id must be a string, not 5$"):
+        kind([1], request_id=5)
 
 
 @pytest.mark.parametrize("given", [{"max_tokens": 1}, "greedy", None, GenerateRequest([1])])

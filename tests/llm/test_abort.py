@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 from tests.llm.world import make_prompt, open_llm_world
@@ -73,6 +74,23 @@ async def test_unknown_and_finished_ids_are_ignored(ids: list[str]) -> None:
 
         assert not running.is_over
         assert world.engine.received() == []
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([5], "must be strings, not int"),
+        ([make_prompt("a")], "must be strings, not GenerateRequest"),
+        (None, "must be several ids, not None"),
+        (make_prompt("a"), "must be several ids, not GenerateRequest"),
+    ],
+)
+async def test_what_is_no_id_is_a_type_error(given: Any, said: str) -> None:
+    """It would abort nothing, without a word."""
+    async with open_llm_world() as world:
+        for abort in (world.llm.abort, world.llm.client.abort):
+            with pytest.raises(TypeError, match=said):
+                abort(given)
 
 
 async def test_a_string_is_not_a_list_of_ids() -> None:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 import trio
 from tests.client.pair import open_pair
 from tests.llm.world import LlmWorld, make_prompt, open_llm_world
-from trio.testing import wait_all_tasks_blocked
+from trio.testing import MockClock, wait_all_tasks_blocked
 
-from trio_vllm.errors import ConfigurationError, EngineCoreError, EngineDeadError, InvalidFieldError
+from trio_vllm.errors import (
+    ClientClosedError,
+    ConfigurationError,
+    EngineCoreError,
+    EngineDeadError,
+    InvalidFieldError,
+)
 from trio_vllm.llm import GenerateOutput, GenerateRequest, Llm
 from trio_vllm.llm.batch import BatchResults
 
@@ -139,6 +146,120 @@ async def test_retries_when_the_engine_dies(retries: int) -> None:
             (pair,) = [pair async for pair in results]
 
     assert isinstance(pair[1], GenerateOutput if retries else EngineDeadError)
+
+
+async def test_no_request_is_taken_when_no_engine_is_left() -> None:
+    """What has ended comes first, then the error; the rest is still to be done."""
+    requests = prompts(10)
+    async with open_llm_world(randomize_request_ids=False) as world:
+        async with world.llm.map(requests, limit=3, retries=5) as results:
+            await wait_all_tasks_blocked()
+            await world.finish("1")
+            await world.engine.die()
+            await wait_all_tasks_blocked()
+            answered, output = await anext(results)
+            for _ in range(2):
+                with pytest.raises(EngineDeadError, match="engine 0 is dead"):
+                    await anext(results)
+            left = [*results.unanswered, *requests]
+
+    assert answered.request_id == "1"
+    assert isinstance(output, GenerateOutput)
+    assert [request.request_id for request in left] == ["0", "2", *"3456789"]
+
+
+async def test_in_order_when_no_engine_is_left() -> None:
+    """Answers behind one that will not come are delivered, in order."""
+    async with open_llm_world(randomize_request_ids=False) as world:
+        async with world.llm.map(prompts(5), ordered=True) as results:
+            await wait_all_tasks_blocked()
+            for request_id in "310":
+                await world.finish(request_id)
+            await world.engine.die()
+            pairs: list[Pair] = []
+            with pytest.raises(EngineDeadError):
+                async for pair in results:
+                    pairs.append(pair)  # noqa: PERF401
+            left = [request.request_id for request in results.unanswered]
+
+    assert [request.request_id for request, _ in pairs] == ["0", "1", "3"]
+    assert left == ["2", "4"]
+
+
+async def test_two_engines_die_one_after_the_other() -> None:
+    """The first one's requests go to the other; when that dies too, they are unanswered."""
+    async with open_llm_world(2, randomize_request_ids=False) as world:
+        async with world.llm.map(prompts(4), retries=1, limit=2) as results:
+            await wait_all_tasks_blocked()
+            await world.world.engines[0].die()
+            assert await in_flight(world) == 2
+            await world.world.engines[1].die()
+            with pytest.raises(EngineDeadError):
+                await anext(results)
+            assert [request.request_id for request in results.unanswered] == ["0", "1"]
+
+
+async def test_an_engine_that_dies_while_no_request_is_there(autojump_clock: MockClock) -> None:
+    """Who waits for the next pair learns it at once."""
+    send, receive = trio.open_memory_channel[GenerateRequest](0)
+    async with open_llm_world() as world:
+        async with world.llm.map(receive) as results:
+            outcome = await world.start(results.__anext__)
+            await world.engine.die()
+            await trio.sleep(2)
+            assert isinstance(outcome.error, EngineDeadError)
+            assert results.unanswered == []
+    await send.aclose()
+
+
+async def test_a_death_after_the_last_answer() -> None:
+    """Is no error: all was done."""
+    async with open_llm_world(randomize_request_ids=False) as world:
+        async with world.llm.map(prompts(1)) as results:
+            await wait_all_tasks_blocked()
+            await world.finish("0")
+            await world.engine.die()
+            pairs = [pair async for pair in results]
+
+    assert isinstance(pairs[0][1], GenerateOutput)
+
+
+async def test_the_client_is_closed() -> None:
+    """It is as if no engine were left, but for the error; what was in flight has been aborted."""
+    async with open_llm_world(randomize_request_ids=False) as world:
+        async with world.llm.map(prompts(5), limit=2) as results:
+            await wait_all_tasks_blocked()
+            await world.llm.shutdown()
+            aborted = [await anext(results), await anext(results)]
+            with pytest.raises(ClientClosedError):
+                await anext(results)
+
+    assert {request.request_id for request, _ in aborted} == {"0", "1"}
+
+
+async def test_what_is_no_request() -> None:
+    """It is said when its turn comes, after the pairs of the others."""
+    requests: list[Any] = [make_prompt("a"), [1], make_prompt("b")]
+    pairs: list[Pair] = []
+    async with open_pair() as (world, _):
+        async with Llm(world.client).map(requests, limit=1, ordered=True) as results:
+            with pytest.raises(TypeError, match="takes a GenerateRequest"):
+                async for pair in results:
+                    pairs.append(pair)  # noqa: PERF401
+
+    assert [request.request_id for request, _ in pairs] == ["a"]
+
+
+async def test_unanswered_when_the_block_is_left_early() -> None:
+    """What has come is not among them."""
+    async with open_llm_world(randomize_request_ids=False) as world:
+        async with world.llm.map(prompts(3)) as results:
+            await wait_all_tasks_blocked()
+            await world.finish("1")
+            await world.finish("2")
+            await anext(results)
+
+    assert [request.request_id for request in results.unanswered] == ["0", "2"]
 
 
 async def test_an_error_of_the_requests() -> None:

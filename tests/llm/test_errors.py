@@ -1,16 +1,26 @@
-"""`raise_for_error`, `from_generation_config`, and the package's silence."""
+"""What is refused, `raise_for_error`, `from_generation_config`, and the package's silence."""
 
 from __future__ import annotations
 
 import json
 import logging
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.llm.world import make_prompt, open_llm_world
 
-from trio_vllm import GenerateRequest, SamplingParams
-from trio_vllm.errors import RequestFailedError
+from trio_vllm import EncodeRequest, GenerateRequest, PoolingParams, SamplingParams
+from trio_vllm.concurrency import Opening
+from trio_vllm.errors import (
+    InvalidDataParallelRankError,
+    InvalidFieldError,
+    RequestFailedError,
+)
 from trio_vllm.testing import Answer, mock_llm
+
+POOLING = EncodeRequest([1], pooling_params=PoolingParams(task="embed"))
 
 
 async def test_raise_for_error() -> None:
@@ -54,3 +64,40 @@ def test_the_log_is_silent_by_default() -> None:
     """Python itself would print warnings."""
     handlers = logging.getLogger("trio_vllm").handlers
     assert any(isinstance(handler, logging.NullHandler) for handler in handlers)
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "said"),
+    [
+        ("generate", [1, 2], r"generate takes a GenerateRequest\(\.\.\.\), not a list"),
+        ("generate", "hello", r"generate takes a GenerateRequest\(\.\.\.\), not a str"),
+        ("generate", POOLING, r"takes a GenerateRequest\(\.\.\.\), not an EncodeRequest"),
+        ("encode", make_prompt(), r"encode takes an EncodeRequest\(\.\.\.\), not a GenerateR"),
+        ("stream", None, r"stream takes a GenerateRequest\(\.\.\.\), not a NoneType"),
+        ("call", make_prompt(), r"call takes an EngineCoreRequest\(\.\.\.\), not GenerateRequest"),
+    ],
+)
+async def test_what_is_no_request(method: str, given: Any, said: str) -> None:
+    """Each method says what it takes, before anything is sent."""
+    async with open_llm_world() as world:
+        owner = world.llm.client if method == "call" else world.llm
+        with pytest.raises(TypeError, match=said):
+            async with AsyncExitStack() as stack:
+                taken = getattr(owner, method)(given)
+                await (stack.enter_async_context(taken) if isinstance(taken, Opening) else taken)
+        assert world.engine.received() == []
+
+
+@pytest.mark.parametrize("given", ["3", 3.0, 0, True])
+async def test_a_count_is_an_integer(given: Any) -> None:
+    """The error says so, and not only how large it must be."""
+    async with open_llm_world() as world:
+        with pytest.raises(InvalidFieldError, match=f"an integer of at least 1, not {given!r}"):
+            await world.llm.generate(make_prompt(max_tokens=given))
+
+
+async def test_a_pin_to_no_engine_names_the_callers_id() -> None:
+    """Not the one that the engine would have seen."""
+    async with open_llm_world() as world:
+        with pytest.raises(InvalidDataParallelRankError, match="request 'x' is pinned"):
+            await world.llm.generate(make_prompt("x", request_data_parallel_rank=7))

@@ -24,6 +24,7 @@ from trio_vllm import (
     spawn_engine,
 )
 from trio_vllm.mock import MockEngineConfig
+from trio_vllm.protocol import is_vocabulary_question
 from trio_vllm.testing import NEVER, Answer, mock_engine, mock_llm, open_frontend
 
 
@@ -93,6 +94,23 @@ async def test_what_engines_received() -> None:
 
     assert [engine.prompts for engine in mock.engines] == [[[0, 5]], [[1, 5], [1, 5]]]
     assert [call for call, _ in mock.engines[1].calls] == ["reset_prefix_cache"]
+
+
+async def test_the_question_for_the_vocabulary_is_no_request(tmp_path: Path) -> None:
+    """The client asks it by itself: no line of a file and no scripted answer is for it."""
+    path = tmp_path / "answers.jsonl"
+    path.write_text('{"tokens": [5, 6]}\n{"tokens": [7]}\n{"prompt": [1], "length": 9}\n')
+    params = SamplingParams(max_tokens=8, eos_token_id=1000)
+    scripted: list[EngineCoreRequest] = []
+    async with mock_llm(MockEngineConfig(output=str(path)), answers=scripted.append) as mock:
+        request = GenerateRequest(prompt_token_ids=[2], sampling_params=params)
+        outputs = [await mock.llm.generate(request) for _ in range(2)]
+
+    assert [output.token_ids for output in outputs] == [[5, 6, 1000], [7, 1000]]
+    assert mock.engine.prompts == [[2], [2]]
+    assert len(scripted) == 2
+    asked = [message for message in mock.engine.messages if isinstance(message, EngineCoreRequest)]
+    assert [is_vocabulary_question(message) for message in asked] == [True, False, False]
 
 
 async def test_virtual_time(autojump_clock: MockClock) -> None:

@@ -18,6 +18,7 @@ from trio_vllm.client.engines import LoadBalancer as LoadBalancer
 from trio_vllm.client.streams import OutputStream as OutputStream
 from trio_vllm.client.streams import Sink as Sink
 from trio_vllm.client.streams import StreamOutput as StreamOutput
+from trio_vllm.client.streams import as_request_ids as as_request_ids
 from trio_vllm.client.streams import too_many_tokens as too_many_tokens
 from trio_vllm.client.utility_calls import KvCacheGroup as KvCacheGroup
 from trio_vllm.client.utility_methods import PauseMode as PauseMode

@@ -18,7 +18,7 @@ from trio_vllm.client.core import (
 )
 from trio_vllm.client.driver import CoreDriver
 from trio_vllm.client.engines import EngineInfo, EngineSnapshot, LoadBalancer
-from trio_vllm.client.streams import OutputStream
+from trio_vllm.client.streams import OutputStream, as_request_ids
 from trio_vllm.client.utility_calls import UTILITY_TIMEOUT
 from trio_vllm.client.utility_methods import UtilityMethods
 from trio_vllm.client.versions import START_WAVE
@@ -157,9 +157,10 @@ class EngineCoreClient(UtilityMethods):
 
     # Requests -----------------------------------------------------------------------------------
 
+    @explains_misuse("client.call", instead="trio_vllm.asyncio.open_llm")
     @asynccontextmanager
     async def call(self, request: EngineCoreRequest) -> AsyncIterator[OutputStream]:
-        """Send a request; the block's value iterates over its outputs.
+        """Send a request; ``async with client.call(request) as outputs`` iterates over them.
 
         Leaving the block early, for whatever reason, aborts the request. What it depends on and is not
         known of the engines yet is found out first; see `CoreDriver.prepare`.
@@ -175,6 +176,8 @@ class EngineCoreClient(UtilityMethods):
           EngineDeadError: No engine is left.
           ClientClosedError: The client is closed.
         """
+        if not isinstance(request, EngineCoreRequest):
+            raise TypeError(f"call takes an EngineCoreRequest(...), not {type(request).__name__}")
         await self.driver.wait_turn()
         if self.driver.lacks_facts(request):
             await self.driver.prepare(request)
@@ -192,9 +195,7 @@ class EngineCoreClient(UtilityMethods):
 
         Ids that are not in flight are ignored.
         """
-        if isinstance(request_ids, str):
-            raise TypeError("request_ids must be several ids, not a string")
-        self.driver.abort(request_ids)
+        self.driver.abort(as_request_ids(request_ids))
 
     def abort_all(self) -> None:
         """Abort every request in flight."""
@@ -240,7 +241,7 @@ class EngineCoreClient(UtilityMethods):
 # Opening --------------------------------------------------------------------------------------------
 
 
-@explains_misuse
+@explains_misuse("open_client", instead="trio_vllm.asyncio.open_llm, and its `llm.trio.client`")
 @asynccontextmanager
 async def open_client(
     mode: EngineSource,

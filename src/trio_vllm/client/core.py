@@ -302,7 +302,7 @@ class FrontendCore:
         self.facts.check_engine_of_query(request, rank)
         engine = self._engines.by_index.get(rank)
         if engine is None or engine.state is not EngineState.ALIVE:
-            raise InvalidDataParallelRankError(request.request_id, rank, self.engine_indices)
+            raise InvalidDataParallelRankError(callers_id(request), rank, self.engine_indices)
         return engine
 
     def _engine_of_session(self, engine: Engine, request: EngineCoreRequest) -> Engine:

@@ -25,8 +25,8 @@ from trio_vllm.errors import (
 from trio_vllm.protocol import (
     EngineCoreOutput,
     EngineCoreRequest,
-    EngineCoreSamplingParams,
     LoRARequest,
+    vocabulary_question,
 )
 
 
@@ -131,16 +131,8 @@ class Learner:
     # The vocabulary -----------------------------------------------------------------------------
 
     async def _learn_vocab_size(self, request: EngineCoreRequest) -> None:
-        """Ask for one token with all log probabilities, of which there is one per token and one.
-
-        Costs a step of one token, and some 10 bytes for each token of the vocabulary.
-        """
-        question = EngineCoreRequest(
-            request_id=f"vocabulary-{secrets.token_hex(8)}",
-            prompt_token_ids=[1],
-            sampling_params=EngineCoreSamplingParams(max_tokens=1, temperature=0.0, logprobs=-1),
-            priority=request.priority,
-        )
+        """Ask an engine; costs a step of one token, and some 10 bytes per token of the vocabulary."""
+        question = vocabulary_question(secrets.token_hex(8), request.priority)
         stream = OutputStream(question.request_id, max_tokens=1)
         self._engines.submit(question, stream)
         try:

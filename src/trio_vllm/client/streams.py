@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -177,3 +177,16 @@ def too_many_tokens(sink: Sink, max_tokens: int) -> DecodeError:
     """Make the error for an engine that goes on after ``max_tokens``."""
     reason = f"goes on after {max_tokens} tokens, which is all that was asked for"
     return DecodeError("an output", ".new_token_ids", reason, sink.engine_index, sink.request_id)
+
+
+def as_request_ids(request_ids: Iterable[str]) -> list[str]:
+    """The ids to abort; `TypeError` if they are one string, or something else than ids."""
+    if isinstance(request_ids, str):
+        raise TypeError("request_ids must be several ids, not a string")
+    if not isinstance(request_ids, Iterable):
+        raise TypeError(f"request_ids must be several ids, not {request_ids!r:.200}")
+    ids = list(request_ids)
+    for request_id in ids:
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_ids must be strings, not {type(request_id).__name__}")
+    return ids

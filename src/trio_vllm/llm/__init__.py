@@ -1,5 +1,6 @@
 """The facade: prompts in, completions out. Public, and so is `trio_vllm.llm.metrics`."""
 
+from trio_vllm.llm.batch import BatchResults as BatchResults
 from trio_vllm.llm.llm import GenerateStream as GenerateStream
 from trio_vllm.llm.llm import Llm as Llm
 from trio_vllm.llm.llm import open_llm as open_llm

@@ -24,7 +24,13 @@ from typing import Any
 import attrs
 import trio
 
-from trio_vllm.client import EngineCoreClient, EngineSource, LoadBalancer, open_client
+from trio_vllm.client import (
+    EngineCoreClient,
+    EngineSource,
+    LoadBalancer,
+    as_request_ids,
+    open_client,
+)
 from trio_vllm.concurrency import Waker, explains_misuse, running
 from trio_vllm.errors import ConfigurationError, copy_error
 from trio_vllm.llm.batch import BatchResults
@@ -42,6 +48,7 @@ from trio_vllm.llm.request import (
     GenerateRequest,
     PromptRequest,
     RequestIds,
+    check_kind,
     to_engine_requests,
     to_pooling_request,
 )
@@ -169,6 +176,8 @@ class GenerateStream:
                 collector.stop(stop_reason)
 
 
+ASYNCIO_LLM = "the Llm of trio_vllm.asyncio.open_llm"
+
 FINAL_ONLY = 0
 """The delivery interval of a request that is waited for to its end."""
 
@@ -294,6 +303,7 @@ class Llm:
         Cancellation:
           Aborts the request.
         """
+        check_kind("generate", request, GenerateRequest)
         generation = await self._begin(request, FINAL_ONLY)
         try:
             await generation.wait_ended()
@@ -305,14 +315,16 @@ class Llm:
         finally:
             self._end(generation)
 
+    @explains_misuse("llm.stream", instead=ASYNCIO_LLM)
     @asynccontextmanager
     async def stream(self, request: GenerateRequest) -> AsyncIterator[GenerateStream]:
-        """Complete a prompt; the block's value iterates over the deltas.
+        """Complete a prompt; ``async with llm.stream(request) as deltas`` iterates over what is new.
 
         The first token is delivered at once, later ones when ``stream_interval`` of them are there.
         Leaving the block early, for whatever reason, aborts the request. Entering raises what
         `generate` raises before anything was sent, iterating the rest.
         """
+        check_kind("stream", request, GenerateRequest)
         interval = self._stream_interval
         if type(asked := request.sampling_params.stream_interval) is int:  # or it is refused
             interval = max(interval, asked)
@@ -328,6 +340,7 @@ class Llm:
         A task that the model does not support is refused. If the engines have not said what it
         supports as the client was opened, they are asked again now.
         """
+        check_kind("encode", request, EncodeRequest)
         generation = await self._begin(request, FINAL_ONLY)
         try:
             await generation.wait_ended()
@@ -341,6 +354,7 @@ class Llm:
         finally:
             self._end(generation)
 
+    @explains_misuse("llm.map", instead=ASYNCIO_LLM)
     @asynccontextmanager
     async def map(
         self,
@@ -350,19 +364,25 @@ class Llm:
         ordered: bool = False,
         retries: int = 0,
     ) -> AsyncIterator[BatchResults[GenerateRequest, GenerateOutput]]:
-        """Complete many prompts; the block's value iterates over pairs of request and output.
+        """Complete many prompts; ``async with llm.map(requests) as results`` iterates over pairs.
 
         For thousands of them this is also the way that lets other tasks go on: trio runs the first
         step of all tasks that are started together before any other, for 50,000 that is a second.
 
-        In place of an output stands the `EngineCoreError` of a request that failed; the others go
-        on. Leaving the block aborts what is in flight.
+        A pair is a request and its output. In place of an output stands the `EngineCoreError` of a
+        request that failed; the others go on. Leaving the block aborts what is in flight.
+
+        When no engine is left, no further request is taken, and the iterator raises
+        `EngineDeadError` after the pairs that there are. So what has come is done, and nothing else
+        is: `BatchResults.unanswered` are the requests that were taken without an answer. It is the
+        same with `ClientClosedError` if the client is closed.
 
         Args:
           requests: Taken from one by one, as there is room; may be endless.
           limit: How many requests may be in flight or wait to be taken out of the iterator.
           ordered: Whether the pairs come in the order of the requests, instead of as they end.
-          retries: How often a request is sent again whose engine has died meanwhile.
+          retries: How often a request is sent again whose engine has died meanwhile, if another
+            one lives.
 
         Raises:
           ConfigurationError: ``limit`` or ``retries`` is too small.
@@ -371,7 +391,12 @@ class Llm:
           Aborts what is in flight.
         """
         results = BatchResults(
-            requests, self.generate, limit=limit, ordered=ordered, retries=retries
+            requests,
+            self.generate,
+            self.client,
+            limit=limit,
+            ordered=ordered,
+            retries=retries,
         )
         async with running(results.run):
             yield results
@@ -382,9 +407,7 @@ class Llm:
         Unknown and finished ids are ignored. Without ids, everything in flight is aborted. The
         callers that wait get the tokens so far, with `FinishReason.ABORT`.
         """
-        if isinstance(request_ids, str):
-            raise TypeError("request_ids must be several ids, not a string")
-        for external_id in list(request_ids) or list(self._generations):
+        for external_id in as_request_ids(request_ids) or list(self._generations):
             for generation in self._generations.get(external_id, ()):
                 self.client.abort([c.request_id for c in generation.collectors])
 
@@ -498,7 +521,7 @@ class Llm:
             observer.request_over(collectors[-1].engine_index, len(collectors), longest)
 
 
-@explains_misuse
+@explains_misuse("open_llm", instead="trio_vllm.asyncio.open_llm")
 @asynccontextmanager
 async def open_llm(
     mode: EngineSource,

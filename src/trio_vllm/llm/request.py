@@ -24,13 +24,17 @@ def _has_class(expected: type) -> Any:
 
     def validate(request: PromptRequest, attribute: attrs.Attribute[Any], value: object) -> None:
         if not isinstance(value, expected):
-            name = expected.__name__.removeprefix("EngineCore")
-            got = f"a {type(value).__name__}"
-            raise TypeError(
-                f"{attribute.name} of request {request.request_id!r} must be {name}(…), not {got}"
-            )
+            got = _with_article(type(value).__name__)
+            whose = "" if request.request_id is None else f" of request {request.request_id!r}"
+            raise TypeError(f"{attribute.name}{whose} must be {expected.__name__}(…), not {got}")
 
     return validate
+
+
+def _is_text(_: PromptRequest, attribute: attrs.Attribute[Any], value: object) -> None:
+    """A validator that refuses what is neither a string nor None."""
+    if not isinstance(value, str | None):
+        raise TypeError(f"{attribute.name} must be a string, not {value!r}")
 
 
 @attrs.frozen(eq=False)
@@ -39,7 +43,7 @@ class PromptRequest:
 
     prompt_token_ids: Sequence[int] = attrs.field(converter=as_token_ids)
     """Any iterable of integers; may be given by position."""
-    request_id: str | None = attrs.field(default=None, kw_only=True)
+    request_id: str | None = attrs.field(default=None, kw_only=True, validator=_is_text)
     """The caller's id; None lets `Llm` choose one. It need not be unique unless randomisation is
     off."""
     mm_features: list[MultiModalFeatureSpec] | None = attrs.field(default=None, kw_only=True)
@@ -77,6 +81,17 @@ class EncodeRequest(PromptRequest):
     """A prompt to pool, into an embedding for example."""
 
     pooling_params: PoolingParams = attrs.field(kw_only=True, validator=_has_class(PoolingParams))
+
+
+def check_kind(method: str, request: object, kind: type[PromptRequest]) -> None:
+    """Refuse what is no request for this method, with a `TypeError`."""
+    if not isinstance(request, kind):
+        wanted, got = _with_article(kind.__name__), _with_article(type(request).__name__)
+        raise TypeError(f"{method} takes {wanted}(...), not {got}")
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
 MAX_COMPLETIONS = 16_384
@@ -154,7 +169,7 @@ def _check_completions(params: Any, external_id: str) -> None:
     if not isinstance(params, EngineCoreSamplingParams):
         raise InvalidFieldError(external_id, "sampling_params", "must be SamplingParams")
     if type(params.n) is not int or not 1 <= params.n <= MAX_COMPLETIONS:
-        reason = f"must be an integer from 1 to {MAX_COMPLETIONS}"
+        reason = f"must be an integer from 1 to {MAX_COMPLETIONS}, not {params.n!r}"
         raise InvalidFieldError(external_id, "sampling_params.n", reason)
     last = _child_seed(params.seed, params.n - 1)
     if type(last) is int and last > MAX_SEED:

@@ -19,7 +19,12 @@ from trio_vllm.mock.answers import (
     RandomAnswers,
     stopping,
 )
-from trio_vllm.protocol import EngineCoreRequest, EngineCoreSamplingParams, FinishReason
+from trio_vllm.protocol import (
+    EngineCoreRequest,
+    EngineCoreSamplingParams,
+    FinishReason,
+    is_vocabulary_question,
+)
 
 SELECTORS = ("id", "prompt", "index")
 CONTENTS = ("tokens", "text", "length")
@@ -157,7 +162,12 @@ class FileAnswers:
         self._prompt_lengths = sorted(lengths, reverse=True)
 
     def answer(self, wire: EngineCoreRequest, emitted: int) -> Answer:
-        """What stands in the file, if there is a line for the request."""
+        """What stands in the file, if there is a line for the request.
+
+        What a client asks of its own accord is for no line, and does not count.
+        """
+        if is_vocabulary_question(wire):
+            return self._others.answer(wire, emitted)
         index, params = self._count, wire.sampling_params
         self._count += 1
         line = self._find_id(wire.request_id) or self._find_prompt(wire.prompt_token_ids or ())

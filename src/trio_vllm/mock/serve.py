@@ -12,7 +12,7 @@ from typing import TypeAlias, assert_never
 import attrs
 import trio
 
-from trio_vllm.concurrency import running
+from trio_vllm.concurrency import check_library, running
 from trio_vllm.errors import (
     ConfigurationError,
     EngineCoreError,
@@ -99,6 +99,7 @@ async def serve_mock_engines(  # noqa: ASYNC128
     Cancellation:
       Ends the engines at once; their requests are neither drained nor aborted.
     """
+    check_library("serve_mock_engines", "trio", "trio_vllm.testing.mock_engine")
     shutdown = trio.Event() if shutdown is None else shutdown
     if config.is_scheduled and config.prefix_caching_hash_seed is None:
         seed = os.environ.get("PYTHONHASHSEED")

@@ -93,7 +93,9 @@ from trio_vllm.protocol.request import encode_abort as encode_abort
 from trio_vllm.protocol.request import encode_add as encode_add
 from trio_vllm.protocol.request import encode_start_dp_wave as encode_start_dp_wave
 from trio_vllm.protocol.request import encode_utility as encode_utility
+from trio_vllm.protocol.request import is_vocabulary_question as is_vocabulary_question
 from trio_vllm.protocol.request import request_label as request_label
+from trio_vllm.protocol.request import vocabulary_question as vocabulary_question
 from trio_vllm.protocol.sampling import EngineCoreSamplingParams as EngineCoreSamplingParams
 from trio_vllm.protocol.sampling import RepetitionDetectionParams as RepetitionDetectionParams
 from trio_vllm.protocol.sampling import SamplingParams as SamplingParams

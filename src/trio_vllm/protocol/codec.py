@@ -431,5 +431,7 @@ Int32 = Annotated[int, I32]
 Int64 = Annotated[int, I64]
 UInt32 = Annotated[int, U32]
 UInt64 = Annotated[int, U64]
-Count = Annotated[int, codec_from(decode=U32, encode=integer(1, 2**32 - 1, "at least 1"))]
+Count = Annotated[
+    int, codec_from(decode=U32, encode=integer(1, 2**32 - 1, "an integer of at least 1"))
+]
 """At least 1 when it is encoded; decoding takes 0 too."""

@@ -189,6 +189,26 @@ def _encode_exclude(value: int | None, _: AuxFrames) -> Any:
     return None if value is None else U16.encode(value, [])
 
 
+VOCABULARY_QUESTION = "vocabulary-question-"
+"""How the id of a request begins that only asks for the size of the vocabulary."""
+
+
+def vocabulary_question(label: str, priority: int) -> EngineCoreRequest:
+    """A request for one token with all log probabilities, of which there is one per token and one."""
+    return EngineCoreRequest(
+        request_id=f"{VOCABULARY_QUESTION}{label}",
+        prompt_token_ids=[1],
+        sampling_params=EngineCoreSamplingParams(max_tokens=1, temperature=0.0, logprobs=-1),
+        priority=priority,
+    )
+
+
+def is_vocabulary_question(request: EngineCoreRequest) -> bool:
+    """Whether a client of ours has made up the request; a caller's has an id of the caller's, too."""
+    is_ours = request.external_req_id is None and request.sampling_params is not None
+    return is_ours and request.request_id.startswith(VOCABULARY_QUESTION)
+
+
 @as_array(minimum=2)
 @attrs.define
 class StartDpWave:

@@ -1,4 +1,4 @@
-"""`EngineCoreSamplingParams`: sampling parameters as the engine core reads them.
+"""`SamplingParams`: sampling parameters as the engine core reads them.
 
 Mirrors upstream ``vllm/sampling_params.py`` and ``engine-core-client/src/protocol/sampling.rs``.
 Parameters that only a frontend with a tokenizer acts on (stop strings, detokenisation, output
@@ -112,7 +112,7 @@ class RepetitionDetectionParams:
 
 
 _ABOVE_0 = math.ulp(0.0)
-_COUNT_OR_ALL = codec_from(decode=I32, encode=integer(-1, 2**31 - 1, "at least -1"))
+_COUNT_OR_ALL = codec_from(decode=I32, encode=integer(-1, 2**31 - 1, "an integer of at least -1"))
 
 
 def _encode_top_k(value: int, aux: AuxFrames) -> Any:
@@ -202,7 +202,7 @@ GENERATION_CONFIG = {
 @_takes_what_people_write
 @as_map(omit_defaults=True)
 @attrs.define(kw_only=True, eq=False)
-class EngineCoreSamplingParams:
+class SamplingParams:
     """How to sample one request. Defaults are the engine's own.
 
     ``max_tokens=None`` means "up to the model's context": `Llm` fills it in, a bare engine
@@ -267,7 +267,7 @@ class EngineCoreSamplingParams:
         return given if isinstance(given, Mapping) else None
 
     @classmethod
-    def from_generation_config(cls, folder: str | Path, **fields: Any) -> EngineCoreSamplingParams:
+    def from_generation_config(cls, folder: str | Path, **fields: Any) -> SamplingParams:
         """Take the defaults and the end-of-text ids of a model's ``generation_config.json``.
 
         An engine knows neither: a request without them runs to ``max_tokens``. The first end-of-text
@@ -298,5 +298,6 @@ class EngineCoreSamplingParams:
         return cls(**{**found, **fields})
 
 
-SamplingParams = EngineCoreSamplingParams
+EngineCoreSamplingParams = SamplingParams
+"""Its name in vLLM's Rust frontend."""
 """The name that vLLM's users know."""

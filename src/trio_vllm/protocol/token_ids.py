@@ -45,4 +45,5 @@ def _plain(item: Any) -> Any:
 def _describe(value: object) -> str:
     if isinstance(value, str):
         return "a text: what turns it into tokens stands outside of this package"
-    return f"a {type(value).__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"

@@ -63,7 +63,7 @@ class MockLlm(MockEngines):
         self._members[engine_index].kill()
 
 
-@explains_misuse
+@explains_misuse("mock_llm", instead="trio_vllm.testing.mock_engine")
 @asynccontextmanager
 async def mock_llm(
     config: MockEngineConfig = DEFAULTS,

@@ -102,7 +102,7 @@ class Frontend:
             await self._has_come.wait()
 
 
-@explains_misuse
+@explains_misuse("open_frontend", instead="trio.run in a thread")
 @asynccontextmanager
 async def open_frontend(mode: EngineSource) -> AsyncIterator[Frontend]:
     """Let engines register; the block's value talks to them.

@@ -25,6 +25,7 @@ from trio_vllm.protocol import (
     decode_outputs,
     encode_add,
     encode_outputs,
+    is_vocabulary_question,
 )
 from trio_vllm.transport import FrameReceiver, FrameSender, FrontendChannels, Received
 
@@ -68,8 +69,15 @@ class EngineRecord:
 
     @property
     def requests(self) -> list[EngineCoreRequest]:
-        """The requests; their ids are those of the client, which adds to the caller's."""
-        return [message for message in self.messages if isinstance(message, EngineCoreRequest)]
+        """The requests of callers; their ids are those of the client, which adds to the callers'.
+
+        The client's question for the size of the vocabulary is only in ``messages``.
+        """
+        return [
+            message
+            for message in self.messages
+            if isinstance(message, EngineCoreRequest) and not is_vocabulary_question(message)
+        ]
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -124,7 +132,7 @@ class Script:
         return self._with_trace(message, answer)
 
     def _answer_to(self, request: EngineCoreRequest) -> Answer | None:
-        if self._answers is None:
+        if self._answers is None or is_vocabulary_question(request):
             return None
         if callable(self._answers):
             scripted = self._answers(request)
