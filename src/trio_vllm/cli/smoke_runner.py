@@ -338,6 +338,7 @@ class RequiredEngines:
         self._scope = trio.CancelScope()
         self._reason = ""
         self._is_over = False
+        self.are_ready = trio.Event()
 
     @contextmanager
     def needed_by_block(self) -> Iterator[None]:
@@ -354,7 +355,8 @@ class RequiredEngines:
             self._scope.cancel(reason=reason)
 
     async def watch(self, spawned: SpawnedEngine) -> None:
-        """Task: note the end of a command."""
+        """Task: note the end of a command after its engines were ready; before, it is the start that fails."""
+        await self.are_ready.wait()
         self.ended(await spawned.wait_ended())
 
     def needed_no_more(self) -> None:
