@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -110,7 +111,7 @@ def test_all_pieces_are_here() -> None:
 
 def test_a_call_from_asyncio() -> None:
     """Of what has no method there."""
-    _, piece = blocks("howto/asyncio.md")
+    *_, piece = blocks("howto/asyncio.md")
 
     async def main(address: str) -> None:
         async with trio_vllm.asyncio.open_llm(HandshakeOwner(address)) as llm:
@@ -172,7 +173,7 @@ async def test_prefill_and_decode(autojump_clock: MockClock) -> None:
 
 async def test_an_engine_of_the_program(tmp_path: Path) -> None:
     """Its command has a free port."""
-    piece, _ = blocks("howto/spawn.md")
+    piece, _, _ = blocks("howto/spawn.md")
     with commands(tmp_path, vllm=VLLM):
         names = await run(piece, MODEL="a-model")
 
@@ -183,7 +184,8 @@ async def test_an_engine_that_is_started_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After its death the work goes on."""
-    _, piece = blocks("howto/spawn.md")
+    _, piece, _ = blocks("howto/spawn.md")
+    piece = f"async def program():\n{textwrap.indent(piece, '    ')}\nawait program()"
     request = GenerateRequest([1], sampling_params=SamplingParams(max_tokens=3))
     done: list[int] = []
     deaths = [EngineDeadError(0, "its connection was lost")]
@@ -197,7 +199,6 @@ async def test_an_engine_that_is_started_again(
         await run(
             piece,
             command=["my-engine", "--handshake", "{address}"],
-            work_is_left=lambda: not done,
             do_work=do_work,
             log=logging.getLogger("program"),
         )
