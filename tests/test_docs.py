@@ -61,7 +61,8 @@ def blocks(page: str, language: str = "python") -> list[str]:
 async def run(piece: str, **names: Any) -> dict[str, Any]:
     """Run a piece, with these names besides the package's; gives all names afterwards."""
     public = (name for name in dir(trio_vllm) if not name.startswith("_"))
-    names |= {name: getattr(trio_vllm, name) for name in public} | {"trio": trio}
+    package = {name: getattr(trio_vllm, name) for name in public}
+    names = package | {"trio": trio} | names
     code = compile(piece, "piece", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     result = eval(code, names)
     if isinstance(result, CoroutineType):
