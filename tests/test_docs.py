@@ -61,8 +61,7 @@ def blocks(page: str, language: str = "python") -> list[str]:
 async def run(piece: str, **names: Any) -> dict[str, Any]:
     """Run a piece, with these names besides the package's; gives all names afterwards."""
     public = (name for name in dir(trio_vllm) if not name.startswith("_"))
-    package = {name: getattr(trio_vllm, name) for name in public}
-    names = package | {"trio": trio} | names
+    names = {name: getattr(trio_vllm, name) for name in public} | {"trio": trio} | names
     code = compile(piece, "piece", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     result = eval(code, names)
     if isinstance(result, CoroutineType):
@@ -101,11 +100,11 @@ def test_all_pieces_are_here() -> None:
 
     assert {page: len(codes) for page, codes in pieces.items() if codes} == {
         "howto/asyncio.md": 1,
-        "howto/data_parallel.md": 1,
+        "howto/data_parallel.md": 2,
         "howto/metrics.md": 3,
         "howto/simulate.md": 1,
         "howto/spawn.md": 2,
-        "howto/testing.md": 3,
+        "howto/testing.md": 4,
     }
 
 
@@ -126,7 +125,7 @@ def test_a_call_from_asyncio() -> None:
 
 async def test_lockstep() -> None:
     """Engines that the client leads."""
-    (piece,) = blocks("howto/data_parallel.md")
+    *_, piece = blocks("howto/data_parallel.md")
 
     mode = (await run(piece))["mode"]
 
@@ -209,7 +208,7 @@ async def test_an_engine_that_is_started_again(
 
 def test_a_test(tmp_path: Path) -> None:
     """A user's own, with the plugin's fixture."""
-    piece, _, _ = blocks("howto/testing.md")
+    piece, *_ = blocks("howto/testing.md")
     (tmp_path / "test_it.py").write_text(piece, encoding="utf-8")
     (tmp_path / "pytest.ini").write_text("[pytest]\ntrio_mode = true\n", encoding="utf-8")
     plugin = () if is_plugin_installed() else ("-p", "trio_vllm.testing.plugin")
@@ -230,7 +229,7 @@ def is_plugin_installed() -> bool:
 
 async def test_engines_over_sockets() -> None:
     """For a program that opens its own connection."""
-    _, piece, _ = blocks("howto/testing.md")
+    *_, piece, _ = blocks("howto/testing.md")
 
     names = await run(piece)
 

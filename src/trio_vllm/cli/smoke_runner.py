@@ -196,13 +196,11 @@ class _Run:
         async with AsyncExitStack() as stack:
             mode = await stack.enter_async_context(self._engine_source(engines))
             stack.callback(_keep_log, mode, reports)
-            if self.options.mock:
-                stack.enter_context(engines.needed_by_block())
+            stack.enter_context(engines.needed_by_block())
             with self._sign_of_life(mode.handshake_address), self._timed_startup():
                 client_index = self.options.client_index
                 llm = await stack.enter_async_context(open_llm(mode, client_index=client_index))
-            if self.options.spawn:  # an end before this is told by `spawn_engine` itself
-                stack.enter_context(engines.needed_by_block())
+            engines.are_ready.set()
             try:
                 yield llm, mode.handshake_address
             finally:
