@@ -498,7 +498,8 @@ class MockEngineConfig:
     )
     """Time from the start until the engines join, as if they loaded weights."""
     time_scale: float = attrs.field(default=1.0, validator=_scale, metadata=LIFE)
-    """All times of a schedule and of the startup are multiplied by it."""
+    """All times that an engine takes are multiplied by it: of a schedule, of KV transfers, the startup,
+    and the interval of steps."""
     die_like_an_engine: bool = attrs.field(default=False, metadata=LIFE)
     """Die of what a real engine core does not survive: ENGINE_CORE_DEAD and exit code 1, or deaf or
     mute for good. Off, such a request is refused, and nothing else suffers."""
@@ -609,7 +610,7 @@ class MockEngineConfig:
             )
 
     def _contradictions_in_speculation(self) -> Iterator[str]:
-        if self.num_speculative_tokens and (given := self._given(REQUEST_TIME)):
+        if self.num_speculative_tokens and (given := self._times_of_requests):
             yield f"num_speculative_tokens takes times of a step, and {given[0]} is one of a request"
         default = attrs.fields(MockEngineConfig).acceptance_rate.default
         if self.acceptance_rate != default and not self.num_speculative_tokens:

@@ -92,7 +92,7 @@ class UnlimitedScheduler:
         self._waiting: dict[str, Request] = {}
         self._on_plain_path: set[str] = set()
         self._held: frozenset[int] = frozenset()
-        self._clock = StepClock(config.step_interval)
+        self._clock = StepClock(config.step_interval * config.time_scale)
         self._stats = StatsTemplate()
         self._told: Counts = (0, 0)
         self._prefills = self._prefilled_tokens = 0
