@@ -16,7 +16,8 @@ import attrs
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
-from trio_vllm.cli.app import MAX_ENGINES, check_address
+from trio_vllm.cli.app import check_address
+from trio_vllm.limits import MAX_ENGINES
 
 READY_TIMEOUT = 30.0
 """Seconds; of the examples, which are started when the engine is."""

@@ -18,11 +18,10 @@ from typing import Any, Literal
 
 import attrs
 
-from trio_vllm.endpoint import parse_endpoint
+from trio_vllm.endpoint import ADDRESS_FORMS, parse_endpoint
 from trio_vllm.errors import ConfigurationError, how_to_install
+from trio_vllm.limits import MAX_ENGINES
 
-MAX_ENGINES = 2**16
-"""Engine ids have two bytes. It is declared by `protocol`, whose import would slow down the help."""
 MAX_VOCAB_SIZE = 2**31
 """With log probabilities, token ids are signed 32-bit integers on the wire."""
 MAX_SEED = 2**64 - 1
@@ -178,7 +177,7 @@ def _address(value: Any) -> str | None:
     try:
         parse_endpoint(value, port_required=True)
     except ConfigurationError as error:
-        return f"must be tcp://HOST:PORT or ipc://PATH ({error})"
+        return f"must be {ADDRESS_FORMS} ({error})"
     return None
 
 

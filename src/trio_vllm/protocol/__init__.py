@@ -28,7 +28,6 @@ from trio_vllm.protocol.coordination import encode_coordinator_stats as encode_c
 from trio_vllm.protocol.coordination import (
     encode_first_request_notice as encode_first_request_notice,
 )
-from trio_vllm.protocol.handshake import MAX_ENGINES as MAX_ENGINES
 from trio_vllm.protocol.handshake import EngineAddresses as EngineAddresses
 from trio_vllm.protocol.handshake import EngineCoreReadyResponse as EngineCoreReadyResponse
 from trio_vllm.protocol.handshake import EngineId as EngineId
