@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -61,7 +62,7 @@ def blocks(page: str, language: str = "python") -> list[str]:
 async def run(piece: str, **names: Any) -> dict[str, Any]:
     """Run a piece, with these names besides the package's; gives all names afterwards."""
     public = (name for name in dir(trio_vllm) if not name.startswith("_"))
-    names |= {name: getattr(trio_vllm, name) for name in public} | {"trio": trio}
+    names = {name: getattr(trio_vllm, name) for name in public} | {"trio": trio} | names
     code = compile(piece, "piece", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     result = eval(code, names)
     if isinstance(result, CoroutineType):
@@ -100,17 +101,17 @@ def test_all_pieces_are_here() -> None:
 
     assert {page: len(codes) for page, codes in pieces.items() if codes} == {
         "howto/asyncio.md": 1,
-        "howto/data_parallel.md": 1,
+        "howto/data_parallel.md": 2,
         "howto/metrics.md": 3,
         "howto/simulate.md": 1,
         "howto/spawn.md": 2,
-        "howto/testing.md": 3,
+        "howto/testing.md": 4,
     }
 
 
 def test_a_call_from_asyncio() -> None:
     """Of what has no method there."""
-    _, piece = blocks("howto/asyncio.md")
+    *_, piece = blocks("howto/asyncio.md")
 
     async def main(address: str) -> None:
         async with trio_vllm.asyncio.open_llm(HandshakeOwner(address)) as llm:
@@ -125,7 +126,7 @@ def test_a_call_from_asyncio() -> None:
 
 async def test_lockstep() -> None:
     """Engines that the client leads."""
-    (piece,) = blocks("howto/data_parallel.md")
+    *_, piece = blocks("howto/data_parallel.md")
 
     mode = (await run(piece))["mode"]
 
@@ -172,7 +173,7 @@ async def test_prefill_and_decode(autojump_clock: MockClock) -> None:
 
 async def test_an_engine_of_the_program(tmp_path: Path) -> None:
     """Its command has a free port."""
-    piece, _ = blocks("howto/spawn.md")
+    piece, _, _ = blocks("howto/spawn.md")
     with commands(tmp_path, vllm=VLLM):
         names = await run(piece, MODEL="a-model")
 
@@ -183,7 +184,8 @@ async def test_an_engine_that_is_started_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After its death the work goes on."""
-    _, piece = blocks("howto/spawn.md")
+    _, piece, _ = blocks("howto/spawn.md")
+    piece = f"async def program():\n{textwrap.indent(piece, '    ')}\nawait program()"
     request = GenerateRequest([1], sampling_params=SamplingParams(max_tokens=3))
     done: list[int] = []
     deaths = [EngineDeadError(0, "its connection was lost")]
@@ -197,7 +199,6 @@ async def test_an_engine_that_is_started_again(
         await run(
             piece,
             command=["my-engine", "--handshake", "{address}"],
-            work_is_left=lambda: not done,
             do_work=do_work,
             log=logging.getLogger("program"),
         )
@@ -208,7 +209,7 @@ async def test_an_engine_that_is_started_again(
 
 def test_a_test(tmp_path: Path) -> None:
     """A user's own, with the plugin's fixture."""
-    piece, _, _ = blocks("howto/testing.md")
+    piece, *_ = blocks("howto/testing.md")
     (tmp_path / "test_it.py").write_text(piece, encoding="utf-8")
     (tmp_path / "pytest.ini").write_text("[pytest]\ntrio_mode = true\n", encoding="utf-8")
     plugin = () if is_plugin_installed() else ("-p", "trio_vllm.testing.plugin")
@@ -229,7 +230,7 @@ def is_plugin_installed() -> bool:
 
 async def test_engines_over_sockets() -> None:
     """For a program that opens its own connection."""
-    _, piece, _ = blocks("howto/testing.md")
+    *_, piece, _ = blocks("howto/testing.md")
 
     names = await run(piece)
 

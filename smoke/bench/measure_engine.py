@@ -124,6 +124,14 @@ def measure_schedule(effort: Effort) -> list[Figure]:
             Target(1e6),
         ),
         Figure(
+            "scheduled burst of 256: CPU",
+            "s/M tokens",
+            "less",
+            [sample.cpu_seconds_per_million for sample in bursts[0]],
+            "without a schedule",
+            [sample.cpu_seconds_per_million for sample in bursts[1]],
+        ),
+        Figure(
             "scheduled churn of 256, 128 tokens: speed",
             "tokens/s",
             "more",

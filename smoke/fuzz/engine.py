@@ -30,12 +30,14 @@ def _number(frames: Frames) -> int:
 @functools.cache
 def config_of(setting: int) -> MockEngineConfig:
     """How an engine is; made once for each setting, because its checks take long."""
+    is_scheduled = setting & 72 == 72  # there, an interval or several tokens at once cannot be
     return MockEngineConfig(
+        schedule=is_scheduled,
         lockstep=setting & 4 == 4,
-        output_token_chunk_size=3 if setting & 8 else 1,
+        output_token_chunk_size=3 if setting & 8 and not is_scheduled else 1,
         stop_at_eos=setting & 16 == 16,
         log_requests=setting & 32 == 32,
-        step_interval=0.01 if setting & 64 else 0.0,
+        step_interval=0.01 if setting & 64 and not is_scheduled else 0.0,
         max_loras=2,
         vocab_size=1000,
         max_model_len=4096,

@@ -41,7 +41,7 @@ STEP, REQUEST, PREFILL_TOKEN = 15.0, 5.0, 8.0
 BUDGET = 8
 """Tokens of a step, so that each prompt takes some."""
 
-TOOL_TIMEOUT = 240.0
+TOOL_TIMEOUT = 200.0
 
 OPEN = Load(count=36, output_tokens=30, rate=6)
 CLOSED = Load(count=15, output_tokens=12)

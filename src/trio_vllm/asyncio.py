@@ -284,7 +284,7 @@ def _opens(
 
 @_opens("open_llm", trio_llm.open_llm)
 def open_llm(guest: GuestRun, llm: trio_llm.Llm) -> Llm:
-    """Connect to engine cores; the block's value generates.
+    """Connect to engine cores: ``async with open_llm(mode) as llm``.
 
     Arguments and errors are those of `trio_vllm.open_llm`. After the block nothing of it runs.
 
@@ -299,7 +299,7 @@ def open_llm(guest: GuestRun, llm: trio_llm.Llm) -> Llm:
 
 @_opens("spawn_engine", spawn.spawn_engine)
 def spawn_engine(guest: GuestRun, engine: spawn.SpawnedEngine) -> SpawnedEngine:
-    """Start engines with a command; the block's value is for `open_llm`.
+    """Start engines: ``async with spawn_engine(command) as mode``, for `open_llm`.
 
     Arguments and errors are those of `trio_vllm.spawn_engine`.
 

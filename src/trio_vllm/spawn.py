@@ -64,7 +64,7 @@ async def spawn_engine(
     on_line: Callable[[str], None] | None = None,
     end_times: EndTimes = SPAWNED_END,
 ) -> AsyncIterator[SpawnedEngine]:
-    """Start engines with a command; the block's value is for `open_llm` and `open_client`.
+    """Start engines: ``async with spawn_engine(command) as mode``, for `open_llm` and `open_client`.
 
     The command starts at once, and loads its model while the program does something else. When the
     block is left it is ended with all that it has started: by SIGTERM, and by SIGKILL after a while.

@@ -66,7 +66,7 @@ def test_an_early_end_is_no_death(capfd: pytest.CaptureFixture[str]) -> None:
         assert main(["generate", "--spawn", "--json", "--", *ENGINE, "{address}", how]) == 1
         kinds.append(json.loads(capfd.readouterr().out)["failure_kind"])
 
-    assert kinds[0] == "EngineCommandError"
+    assert kinds[0] == "EngineCommandEndedError"
     assert kinds[1] in ("EngineDeadError", "EnginesEndedError")  # what is known first
 
 

@@ -71,10 +71,11 @@ WORKER = (sys.executable, "-P", "-m", "trio_vllm.cli.mock_processes")
 STATE_INTERVAL = 0.5
 """Seconds between two reports of a process about its engines, if somebody watches."""
 
-STATES_PER_LINE = 100
-"""Engines of which one line tells: some 30 KB, and `trio_vllm.processes.LONGEST_LINE` is the limit."""
 SHUT_DOWN = b"shut down\n"
 """The last words to a worker."""
+
+STATES_PER_LINE = 100
+"""Engines of which one line tells: some 30 KB, and `trio_vllm.processes.LONGEST_LINE` is the limit."""
 
 GRACE = 8.0
 """Seconds from the end of the time for requests until a worker is killed.

@@ -196,13 +196,11 @@ class _Run:
         async with AsyncExitStack() as stack:
             mode = await stack.enter_async_context(self._engine_source(engines))
             stack.callback(_keep_log, mode, reports)
-            if self.options.mock:
-                stack.enter_context(engines.needed_by_block())
+            stack.enter_context(engines.needed_by_block())
             with self._sign_of_life(mode.handshake_address), self._timed_startup():
                 client_index = self.options.client_index
                 llm = await stack.enter_async_context(open_llm(mode, client_index=client_index))
-            if self.options.spawn:  # an end before this is told by `spawn_engine` itself
-                stack.enter_context(engines.needed_by_block())
+            engines.are_ready.set()
             try:
                 yield llm, mode.handshake_address
             finally:
@@ -340,6 +338,7 @@ class RequiredEngines:
         self._scope = trio.CancelScope()
         self._reason = ""
         self._is_over = False
+        self.are_ready = trio.Event()
 
     @contextmanager
     def needed_by_block(self) -> Iterator[None]:
@@ -356,7 +355,8 @@ class RequiredEngines:
             self._scope.cancel(reason=reason)
 
     async def watch(self, spawned: SpawnedEngine) -> None:
-        """Task: note the end of a command."""
+        """Task: note the end of a command after its engines were ready; before, it is the start that fails."""
+        await self.are_ready.wait()
         self.ended(await spawned.wait_ended())
 
     def needed_no_more(self) -> None:

@@ -258,7 +258,7 @@ async def open_client(
     learning_timeout: float = 5.0,
     stall_time: float = 10.0,
 ) -> AsyncIterator[EngineCoreClient]:
-    """Connect to engine cores; the block's value drives them.
+    """Connect to engine cores: ``async with open_client(mode) as client`` drives them.
 
     Args:
       mode: How we come by the engines: `EngineSource` says which ways there are; `HandshakeOwner` is the usual one.

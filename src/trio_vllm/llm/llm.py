@@ -542,7 +542,7 @@ async def open_llm(
     observers: Sequence[Observer] = (),
     stats_interval: float = math.inf,
 ) -> AsyncIterator[Llm]:
-    """Connect to engine cores; the block's value generates. See `Llm` and `open_client`.
+    """Connect to engine cores: ``async with open_llm(mode) as llm``. See `Llm` and `open_client`.
 
     Args:
       observers: Are called for each event; `trio_vllm.llm.metrics.LlmMetrics` is one.

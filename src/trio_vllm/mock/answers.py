@@ -162,6 +162,8 @@ class EchoAnswers:
         params, prompt = wire.sampling_params, wire.prompt_token_ids
         if params is None or not prompt:
             return self._others.answer(wire, emitted)
-        given = GivenTokens([min(token, MAX_TOKEN) for token in prompt], emitted)
+        if max(prompt) > MAX_TOKEN:
+            prompt = [min(token, MAX_TOKEN) for token in prompt]
+        given = GivenTokens(prompt, emitted)
         ending = stopping(params, len(prompt), eos="follows")
         return Answer(self._others.key(wire), given, ending)

@@ -37,13 +37,11 @@ def first_stop(
     request: HasTokens, source: TokenSource, stops: Collection[int], start: int
 ) -> tuple[int, int] | None:
     """The first position from ``start`` on that has one of ``stops``, and which one."""
-    wanted = np.array(sorted(stops), np.int64)
+    wanted = frozenset(stops)
     for first in range(start, request.end, _SCAN):
-        count = min(_SCAN, request.end - first)
-        tokens = np.array(request.tokens(source, first, count), np.int64)
-        hits = np.flatnonzero(np.isin(tokens, wanted))
-        if hits.size:
-            return first + int(hits[0]), int(tokens[hits[0]])
+        tokens = request.tokens(source, first, min(_SCAN, request.end - first))
+        if not wanted.isdisjoint(tokens):
+            return next(hit for hit in enumerate(tokens, first) if hit[1] in wanted)
     return None
 
 

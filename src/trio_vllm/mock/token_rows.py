@@ -29,20 +29,21 @@ Indices = npt.NDArray[np.intp]
 class Layout:
     """Rows that stand one behind the other, each with room for one token.
 
-    Of each row: its slot, the place of its next token among all drawn ahead, how many tokens it will
-    still get, and where it ends in the buffer.
+    Of each row: its slot, where it ends in the buffer, the place of its next token among all drawn ahead,
+    how many are drawn ahead for it, and how many tokens it will still get.
     """
 
     def __init__(self) -> None:
         self.buffer = bytearray()
         self.quiet_steps = 0
         """For so many steps no row ends, and none runs out of tokens drawn ahead."""
-        self.set_columns(np.zeros((4, 0), np.intp))
+        self.set_columns(np.zeros((5, 0), np.intp))
 
     def set_columns(self, columns: Indices) -> None:
         """Take over what is known of all rows, after the buffer has changed."""
         self.columns = columns
-        self.slots, self.places, self.left, self.ends = columns
+        self.slots, self.ends, self.places, self.ahead, self.left = columns
+        self.countdowns = columns[3:]
         self.cells: Indices | None = None
         """Where the bytes of each token are."""
 
@@ -125,11 +126,12 @@ class TokenRows:
     def append(self, layout: Layout, slots: Sequence[int]) -> None:
         """Put the rows of some slots at the end of a layout."""
         heads = [self._heads[slot] for slot in slots]
-        added = np.empty((4, len(slots)), np.intp)
+        added = np.empty((5, len(slots)), np.intp)
         added[0] = slots
-        added[1], added[2] = self._places[added[0]], self._left[added[0]]
-        np.cumsum([len(head) for head in heads], out=added[3])
-        added[3] += len(layout.buffer)
+        np.cumsum([len(head) for head in heads], out=added[1])
+        added[1] += len(layout.buffer)
+        added[2], added[4] = self._places[added[0]], self._left[added[0]]
+        added[3] = (added[0] + 1) * _WIDTH - added[2]
         layout.buffer += b"".join(heads)
         layout.quiet_steps = 0
         layout.set_columns(np.concatenate((layout.columns, added), axis=1))
@@ -137,11 +139,11 @@ class TokenRows:
     def take_out(self, layout: Layout, row: int) -> None:
         """Take a row out of a layout."""
         columns = layout.columns
-        slot, place, left, _ = columns[:, row]
+        slot, _, place, _, left = columns[:, row]
         self._places[slot], self._left[slot] = place, left
         start, end = layout.edges(row)
         del layout.buffer[start:end]
-        columns[3, row + 1 :] -= end - start
+        columns[1, row + 1 :] -= end - start
         layout.set_columns(np.concatenate((columns[:, :row], columns[:, row + 1 :]), axis=1))
 
     def take_apart(self, layout: Layout) -> None:
@@ -160,7 +162,7 @@ class TokenRows:
         data = np.frombuffer(layout.buffer, np.uint8)
         data[layout.cells] = tokens.view(np.uint8).reshape(layout.cells.shape)
         layout.places += 1
-        layout.left -= 1
+        layout.countdowns -= 1
         layout.quiet_steps -= 1
         if layout.quiet_steps:
             return []
@@ -169,17 +171,16 @@ class TokenRows:
 
     def _look_ahead(self, layout: Layout) -> None:
         """Draw tokens if a row has none, and see how long no row will need any."""
-        slots, left = layout.slots, layout.left
-        ahead = (slots + 1) * _WIDTH - layout.places
-        nearest = ahead.min()
+        nearest = int(layout.countdowns.min())
         if not nearest:
-            # Those with few as well, so that it is seldom done.
-            (low,) = (ahead <= _WIDTH // 2).nonzero()
-            self._draw(slots[low], left[low], ahead[low])
-            layout.places[low] = slots[low] * _WIDTH
-            ahead[low] = _WIDTH
-            nearest = ahead.min()
-        layout.quiet_steps = int(min(nearest, left.min()))
+            # For those with few as well, so that it is seldom done.
+            (low,) = (layout.ahead <= _WIDTH // 2).nonzero()
+            slots = layout.slots[low]
+            self._draw(slots, layout.left[low], layout.ahead[low])
+            layout.places[low] = slots * _WIDTH
+            layout.ahead[low] = _WIDTH
+            nearest = int(layout.countdowns.min())
+        layout.quiet_steps = nearest
 
     def _draw(self, slots: Indices, left: Indices, ahead: Indices) -> None:
         drawn = np.empty((len(slots), _WIDTH), self._cells.dtype)
