@@ -290,7 +290,7 @@ def test_a_file_of_answers_may_have_texts(folder: Path, tmp_path: Path) -> None:
 def test_without_the_extra_there_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which says what to install."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(ConfigurationError, match=r"tokenizer takes .* trio-vllm\[structured\]"):
+    with pytest.raises(ConfigurationError, match=r"tokenizer takes .*trio-vllm\[structured\]"):
         MockEngineConfig(tokenizer=str(folder))
 
 
