@@ -36,26 +36,27 @@ class Allowed:
 PUBLIC_PACKAGES = frozenset({"client", "errors", "llm", "mock", "protocol", "spawn"})
 """What the commands use, like any other program."""
 
-FOR_COMMANDS = frozenset({"_help", "concurrency", "endpoint", "monitor", "processes"})
+FOR_COMMANDS = frozenset({"_help", "concurrency", "endpoint", "limits", "monitor", "processes"})
 """And what is shared with them."""
 
-BELOW_CLIENT = frozenset({"transport", "protocol", "endpoint", "errors", "concurrency"})
+BELOW_CLIENT = frozenset({"transport", "protocol", "endpoint", "errors", "concurrency", "limits"})
 
 RULES = {
     "errors": Allowed(frozenset()),
+    "limits": Allowed(frozenset()),
     # The form of addresses, for the commands too, which show their help without zmq.
     "endpoint": Allowed(frozenset({"errors"}), frozenset({"os"})),
     # Logs what a crashed task raised beside the failure that is kept.
     "concurrency": Allowed(frozenset({"errors"}), frozenset({"logging", "trio"})),
     # The wire without IO: frames in, values out, so that any reader of frames can use it.
-    "protocol": Allowed(frozenset({"errors"}), frozenset({"ormsgpack"})),
+    "protocol": Allowed(frozenset({"errors", "limits"}), frozenset({"ormsgpack"})),
     # The only layer that knows ØMQ: whatever else carries frames needs no other to change.
     "transport": Allowed(BELOW_CLIENT - {"transport"}, IMPURE | {"trio", "zmq"}),
     "client": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
     # Knows engines by the client alone, so it cannot depend on how they are connected.
     "llm": Allowed(BELOW_CLIENT - {"transport"} | {"client"}, IMPURE | {"trio"}),
     # An engine core is a function of messages and the time; two modules run it, over any transport.
-    "mock": Allowed(frozenset({"protocol", "endpoint", "errors"}), frozenset({"random"})),
+    "mock": Allowed(frozenset({"protocol", "endpoint", "errors", "limits"}), frozenset({"random"})),
     # The command shows its help without numpy and trio.
     "mock/__init__": Allowed(frozenset({"_lazy"})),
     "mock/publishing": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),

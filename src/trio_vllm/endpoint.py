@@ -12,6 +12,9 @@ import attrs
 
 from trio_vllm.errors import ConfigurationError
 
+ADDRESS_FORMS = "tcp://HOST:PORT or ipc://PATH"
+"""The addresses that there are, for messages."""
+
 LONGEST_PATH = 107
 """What ``sockaddr_un.sun_path`` holds on Linux, less the closing NUL."""
 
@@ -35,7 +38,7 @@ MAX_LENGTH = 400
 
 
 def parse_endpoint(address: str, *, port_required: bool) -> Endpoint:
-    """Check ``tcp://host:port`` or ``ipc://path``.
+    """Check an address of one of the `ADDRESS_FORMS`.
 
     Args:
       address: An IPv6 host stands in brackets. ``localhost`` means 127.0.0.1: ØMQ resolves no name
@@ -49,7 +52,7 @@ def parse_endpoint(address: str, *, port_required: bool) -> Endpoint:
         raise ConfigurationError(f"address {address[:40]!r}… has {len(address)} characters")
     scheme, separator, rest = address.partition("://")
     if not separator or scheme not in {"tcp", "ipc"}:
-        raise ConfigurationError(f"address {address!r} is neither tcp://host:port nor ipc://path")
+        raise ConfigurationError(f"address {address!r} is not {ADDRESS_FORMS}")
     if scheme == "ipc":
         _check_path(address, rest)
         return Endpoint(address)

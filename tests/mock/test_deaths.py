@@ -212,6 +212,7 @@ def test_what_a_constructor_refuses_makes_deaf(name: str, is_mortal: bool) -> No
             [b"\x03", ormsgpack.packb([0, 1, "collective_rpc", ["get_kv_cache_spec"]])],
             Thread.OUTPUT,
         ),
+        ([b"\x03", ormsgpack.packb([0, 1, "collective_rpc", ["get_model"]])], Thread.OUTPUT),
     ],
 )
 def test_other_messages_kill_too(frames: list[bytes], thread: Thread) -> None:

@@ -350,6 +350,21 @@ def test_a_transfer_takes_its_time(other: dict[str, float]) -> None:
     assert times == pytest.approx([first, first + 2, first + 4], abs=0.001)
 
 
+def test_a_transfer_takes_its_time_beside_speculation() -> None:
+    """It is a time of a request that goes with those of steps, as drafts do."""
+    driver = engine("decode", kv_cache_transfer_latency=7.0, num_speculative_tokens=2)
+    begin = driver.now + 0.25
+    driver.add("d", 4, prompt_token_ids=PROMPT, params=ask(given()))
+    while not driver.tokens("d"):
+        due = driver.engine.next_step_time(driver.now)
+        assert due is not None
+        driver.now = due
+        driver.keep(driver.engine.step(driver.now))
+    assert driver.now - begin == pytest.approx(7.0, abs=0.001)
+    driver.run()
+    assert len(driver.tokens("d")) == 4
+
+
 def test_a_preempted_request_computes_its_prompt() -> None:
     """The other engine does not have it any more."""
     driver = engine("decode", enable_prefix_caching=False)

@@ -9,6 +9,7 @@ import pytest
 from tests.mock.driver import Driver, drive
 from tests.mock.replay import _OPTIONS, Json, load
 from tests.mock.test_schedules import RECORDED, without_ids
+from tests.protocol.test_outputs import FULL_STATS
 
 from trio_vllm.mock.encoding import MessageBuilder, MessageTemplate, SchedulerStatsEncoder
 from trio_vllm.mock.events import ScheduleCounts
@@ -19,7 +20,6 @@ from trio_vllm.protocol import (
     EngineCoreSamplingParams,
     EngineMessage,
     EventType,
-    IterationDetails,
     PrefixCacheStats,
     RequestBatchOutputs,
     SchedulerStats,
@@ -367,36 +367,69 @@ def test_pooling_and_embeddings_are_scheduled() -> None:
     assert driver.outputs("p")[0].pooling_output is not None
 
 
-@pytest.mark.parametrize("details", [None, IterationDetails(num_ctx_tokens=3)])
-@pytest.mark.parametrize("reset", [False, True])
-def test_statistics_from_the_template_are_whole(
-    details: IterationDetails | None, *, reset: bool
-) -> None:
-    """Each number is in its place, and what is no number too."""
-    stats = SchedulerStats(
-        num_running_reqs=1,
-        num_waiting_reqs=2,
-        num_skipped_waiting_reqs=3,
-        step_counter=4,
-        current_wave=5,
-        kv_cache_usage=0.625,
-        iteration_details=details,
-        prefix_cache_stats=PrefixCacheStats(
-            reset=reset,
-            requests=6,
-            queries=7,
-            hits=8,
-            preempted_requests=9,
-            preempted_queries=10,
-            preempted_hits=11,
-        ),
-    )
-    template = MessageTemplate(0, "default")
-    encoded = SchedulerStatsEncoder().encode(stats)
-    frames = template.build(MessageBuilder(), encoded, 1.0)
+CACHE_STATS = PrefixCacheStats(
+    reset=True,
+    requests=6,
+    queries=7,
+    hits=8,
+    preempted_requests=9,
+    preempted_queries=10,
+    preempted_hits=11,
+    hits_by_source={"host": 12},
+)
+STATS = attrs.evolve(
+    FULL_STATS,
+    num_running_reqs=1,
+    num_waiting_reqs=2,
+    num_skipped_waiting_reqs=3,
+    step_counter=4,
+    current_wave=5,
+    kv_cache_usage=0.625,
+    prefix_cache_stats=CACHE_STATS,
+    running_lora_adapters={"b": 2},
+)
+NUMBERS = SchedulerStats(
+    **{
+        field.name: getattr(STATS, field.name)
+        for field in attrs.fields(SchedulerStats)
+        if isinstance(getattr(STATS, field.name), int | float)
+    },
+    prefix_cache_stats=attrs.evolve(CACHE_STATS, reset=False, hits_by_source={}),
+)
+"""What is a number in any statistics, each another one."""
+
+
+def decoded_stats(encoded: bytes) -> SchedulerStats | None:
+    frames = MessageTemplate(0, "default").build(MessageBuilder(), encoded, 1.0)
     outputs = decode_outputs([bytes(frame) for frame in frames])
     assert isinstance(outputs, RequestBatchOutputs)
-    assert outputs.scheduler_stats == stats
+    return outputs.scheduler_stats
+
+
+def test_statistics_from_the_template_are_whole() -> None:
+    """Each number is in its place, and nothing is left of the statistics before."""
+    encoder = SchedulerStatsEncoder()
+
+    assert decoded_stats(encoder.encode(NUMBERS)) == NUMBERS
+    assert decoded_stats(encoder.encode(SchedulerStats())) == SchedulerStats()
+
+
+@pytest.mark.parametrize("name", [field.name for field in attrs.fields(SchedulerStats)])
+def test_each_field_of_the_statistics_is_sent(name: str) -> None:
+    """Alone, also if it is no number."""
+    stats = attrs.evolve(SchedulerStats(), **{name: getattr(STATS, name)})
+
+    assert stats != SchedulerStats()
+    assert decoded_stats(SchedulerStatsEncoder().encode(stats)) == stats
+
+
+@pytest.mark.parametrize("name", [field.name for field in attrs.fields(PrefixCacheStats)])
+def test_each_field_of_the_prefix_cache_statistics_is_sent(name: str) -> None:
+    cache_stats = attrs.evolve(PrefixCacheStats(), **{name: getattr(CACHE_STATS, name)})
+    stats = SchedulerStats(prefix_cache_stats=cache_stats)
+
+    assert stats != SchedulerStats()
+    assert decoded_stats(SchedulerStatsEncoder().encode(stats)) == stats
 
 
 @pytest.mark.parametrize("times", [{}, {"inter_token_latency": 2.0}])

@@ -112,6 +112,15 @@ def test_time_scale_applies_to_all(times: dict[str, Any]) -> None:
     assert came[-1] - came[0] == pytest.approx(0.1, abs=0.001)
 
 
+@pytest.mark.parametrize("schedule", [False, True])
+def test_time_scale_applies_to_the_step_interval(schedule: bool) -> None:
+    """Whether there is a schedule or not."""
+    driver = timed(schedule=schedule, step_interval=1.0, time_scale=0.01)
+    add(driver, "a", 11)
+    came = run(driver)["a"]
+    assert came[-1] - came[0] == pytest.approx(0.1, abs=0.001)
+
+
 def test_step_interval_is_the_least_time_of_a_step() -> None:
     """With a schedule, too."""
     driver = timed(schedule=True, step_interval=0.5)
@@ -231,6 +240,10 @@ def test_each_deviation_is_drawn(name: str, mean: dict[str, Any]) -> None:
     [
         ({"step_time": 1.0, "inter_token_latency": 1.0}, "there can be one kind only"),
         ({"step_interval": 1.0, "inter_token_latency": 1.0}, "there can be one kind only"),
+        (
+            {"num_speculative_tokens": 2, "kv_cache_transfer_latency": 1.0},
+            "num_speculative_tokens takes times of a step",
+        ),
         ({"step_time": 1.0, "schedule": False}, "takes a schedule"),
         ({"step_time": float("inf")}, "step_time must be finite"),
         ({"time_factor_under_load": 0.5}, "must be at least 1"),

@@ -36,10 +36,10 @@ def test_port_zero_is_for_listening_only() -> None:
 @pytest.mark.parametrize(
     ("address", "complaint"),
     [
-        ("", "neither tcp://host:port nor ipc://path"),
-        ("127.0.0.1:5555", "neither tcp://host:port nor ipc://path"),
-        ("http://127.0.0.1:5555", "neither tcp://host:port nor ipc://path"),
-        ("inproc://engine", "neither tcp://host:port nor ipc://path"),
+        ("", "is not tcp://HOST:PORT or ipc://PATH"),
+        ("127.0.0.1:5555", "is not tcp://HOST:PORT or ipc://PATH"),
+        ("http://127.0.0.1:5555", "is not tcp://HOST:PORT or ipc://PATH"),
+        ("inproc://engine", "is not tcp://HOST:PORT or ipc://PATH"),
         ("tcp://127.0.0.1", "has no port between 0 and 65535"),
         ("tcp://127.0.0.1:", "has no port between 0 and 65535"),
         ("tcp://127.0.0.1:65536", "has no port between 0 and 65535"),

@@ -305,11 +305,11 @@ def init(**changes: Any) -> bytes:
         ([init(outputs=["ipc:///tmp/o"] * 2)], "it has 1 input and 2 output addresses"),
         ([init(coordinator_input="ipc:///tmp/c")], "it has one coordinator address only"),
         ([init(coordinator_output="ipc:///tmp/c")], "it has one coordinator address only"),
-        ([init(inputs=["nowhere"])], "address 'nowhere' is neither"),
+        ([init(inputs=["nowhere"])], "address 'nowhere' is not"),
         ([init(outputs=["tcp://[::1:5"])], "address 'tcp://[::1:5' has"),
         (
             [init(coordinator_input="x", coordinator_output="ipc:///tmp/c")],
-            "address 'x' is neither",
+            "address 'x' is not",
         ),
     ],
     ids=str,

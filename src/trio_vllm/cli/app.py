@@ -32,9 +32,6 @@ FAILED = 1
 WRONG_USAGE = 2
 """The exit code for a command line that makes no sense."""
 
-MAX_ENGINES = 2**16
-"""How many engines a frontend can tell apart; as in `protocol`, whose import would slow down the help."""
-
 LONGEST_TEXT = 500
 """Characters that are shown of a text that others have written."""
 
@@ -102,12 +99,12 @@ def check_address(_type: Any, value: str | None) -> None:
     if value is None:
         return
     from trio_vllm import ConfigurationError  # 30 ms that the help does not need
-    from trio_vllm.endpoint import parse_endpoint
+    from trio_vllm.endpoint import ADDRESS_FORMS, parse_endpoint
 
     try:
         parse_endpoint(value, port_required=True)
     except ConfigurationError as error:
-        raise ValueError(f"Must be tcp://HOST:PORT or ipc://PATH ({error}).") from error
+        raise ValueError(f"Must be {ADDRESS_FORMS} ({error}).") from error
 
 
 def unknown_variables(app: App) -> list[str]:

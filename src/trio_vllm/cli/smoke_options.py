@@ -16,7 +16,8 @@ import attrs
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
-from trio_vllm.cli.app import MAX_ENGINES, check_address
+from trio_vllm.cli.app import check_address
+from trio_vllm.limits import MAX_ENGINES
 
 READY_TIMEOUT = 30.0
 """Seconds; of the examples, which are started when the engine is."""
@@ -149,8 +150,8 @@ class UtilityOptions(SmokeOptions):
 
 
 @attrs.frozen(kw_only=True, slots=False)
-class PromptOptions(SmokeOptions):
-    """What ``logprobs`` needs besides, and shares with ``all``."""
+class WantedLogprobsOptions(SmokeOptions):
+    """Which log probabilities ``logprobs`` asks for; ``all`` has these options, too."""
 
     logprobs: Annotated[int, _at_least(-1)] = 2
     """Log probabilities per generated token, besides its own; -1 is the whole vocabulary."""
@@ -161,15 +162,15 @@ class PromptOptions(SmokeOptions):
 
 
 @attrs.frozen(kw_only=True, slots=False)
-class LogprobsOptions(PromptOptions):
-    """What ``logprobs`` needs besides."""
+class LogprobsOptions(WantedLogprobsOptions):
+    """What ``logprobs`` needs besides; ``all`` has a ``max_tokens`` for two smokes."""
 
     max_tokens: Annotated[int, _at_least(1)] = 1
     """How many tokens to generate."""
 
 
 @attrs.frozen(kw_only=True, slots=False)
-class AllOptions(UtilityOptions, PromptOptions):
+class AllOptions(UtilityOptions, WantedLogprobsOptions):
     """What all smokes together need."""
 
     max_tokens: Annotated[int | None, _at_least(1)] = None

@@ -261,8 +261,7 @@ async def open_client(
     """Connect to engine cores: ``async with open_client(mode) as client`` drives them.
 
     Args:
-      mode: The `EngineSource`, which says how we come by the engines: `HandshakeOwner` if we do the startup handshake,
-        `Bootstrapped` if a supervisor has done it, or what `trio_vllm.spawn_engine` gives.
+      mode: How we come by the engines: `EngineSource` says which ways there are; `HandshakeOwner` is the usual one.
       client_index: Which of the frontend's clients we are; engines answer on that output address.
         They are told but one address by us, so other clients need a supervisor (`Bootstrapped`).
       vocab_size: Number of the model's token ids. An engine dies of an id beyond it and does not

@@ -28,6 +28,7 @@ from trio_vllm.client.late_interaction import (
 from trio_vllm.client.versions import LATCHING
 from trio_vllm.errors import InvalidFieldError, UnsupportedFieldError
 from trio_vllm.protocol import (
+    CACHE_RESETS,
     GENERATION_TASKS,
     EngineCoreRequest,
     LateInteractionParams,
@@ -37,7 +38,7 @@ from trio_vllm.protocol import (
 Adapter = tuple[str, str]
 """Name and path."""
 
-_CACHE_RESETS = frozenset({"reset_mm_cache", "reset_encoder_cache", "release_kv_cache_memory"})
+_CLEARING = (*CACHE_RESETS, "release_kv_cache_memory")
 """Utility calls after which workers have no queries any more."""
 _PAUSES = frozenset({"pause_scheduler", "pause_generation"})
 """The same, unless their second argument says that caches stay."""
@@ -46,10 +47,10 @@ _PAUSES = frozenset({"pause_scheduler", "pause_generation"})
 def _clears_queries(method: str, args: Sequence[Any]) -> bool:
     """Whether workers have no queries any more after a utility call."""
     if method == "collective_rpc":
-        return args[0] in _CACHE_RESETS if args else False
+        return args[0] in CACHE_RESETS if args else False
     if method == "sleep":  # of level 0 it only pauses
         return list(args[:1]) != [0]
-    return method in _CACHE_RESETS or (method in _PAUSES and list(args[1:2]) != [False])
+    return method in _CLEARING or (method in _PAUSES and list(args[1:2]) != [False])
 
 
 def _backend(request: EngineCoreRequest) -> str | None:

@@ -21,7 +21,7 @@ from trio_vllm.errors import (
     UtilityResultError,
     copy_error,
 )
-from trio_vllm.protocol import UtilityOutput
+from trio_vllm.protocol import UNENCODABLE_RESULTS, UtilityOutput
 
 T = TypeVar("T")
 
@@ -44,10 +44,6 @@ ENGINE_INTERNAL_METHODS = frozenset(
 )
 """Methods that an engine calls on itself. It can be told to by name, and does not survive it."""
 
-UNSERIALIZABLE_RESULTS = frozenset({"get_kv_cache_spec", "get_model"})
-"""Methods of workers whose results have no MessagePack form: sending one ends the engine's output
-thread, and it goes mute without a word."""
-
 
 def check_utility_call(method: str, args: Sequence[Any]) -> None:
     """Refuse what is known to end an engine; `UtilityRefusedError`."""
@@ -59,7 +55,7 @@ def check_utility_call(method: str, args: Sequence[Any]) -> None:
     if method == "handle_fault_tolerance":
         # The input thread handles it, unguarded; whether it can is not told to frontends.
         raise UtilityRefusedError(method, "an engine without fault tolerance goes deaf of it")
-    if method == "collective_rpc" and args and args[0] in UNSERIALIZABLE_RESULTS:
+    if method == "collective_rpc" and args and args[0] in UNENCODABLE_RESULTS:
         reason = f"the result of {args[0]!r} cannot be sent, the engine would go mute"
         raise UtilityRefusedError(method, reason)
 

@@ -30,7 +30,7 @@ from trio_vllm.client.utility_calls import (
     first,
     require_equal,
 )
-from trio_vllm.client.versions import PAUSE_GENERATION
+from trio_vllm.client.versions import PAUSE_GENERATION, PROFILER_KWARGS
 from trio_vllm.errors import UtilityCallFailedError, UtilityRefusedError
 from trio_vllm.protocol import LoRARequest
 
@@ -370,7 +370,7 @@ class UtilityMethods(ABC):
             raise UtilityRefusedError("profile", "the profiler runs already: stop it first")
         args: list[Any] = [True, prefix, delay_iterations, max_iterations]
         if profiler_kwargs is not None:
-            if self.engine_info.is_older_than(PAUSE_GENERATION):
+            if self.engine_info.is_older_than(PROFILER_KWARGS):
                 raise UtilityRefusedError("profile", "these engines take no profiler_kwargs")
             args.append(dict(profiler_kwargs))
         self._is_profiling = True

@@ -9,7 +9,9 @@ import re
 from collections.abc import Collection
 
 PAUSE_GENERATION = (0, 33)
-"""The release from which engines have ``pause_generation``, and ``profile`` its fifth argument."""
+"""The release from which engines have ``pause_generation``."""
+PROFILER_KWARGS = (0, 33)
+"""The release from which their ``profile`` takes a fifth argument."""
 START_WAVE = (0, 33)
 """From here on idle engines themselves tell a coordinator of the requests that they get."""
 WITHOUT_LATE_CHUNKING = ("0.32.",)

@@ -18,11 +18,10 @@ from typing import Any, Literal
 
 import attrs
 
-from trio_vllm.endpoint import parse_endpoint
+from trio_vllm.endpoint import ADDRESS_FORMS, parse_endpoint
 from trio_vllm.errors import ConfigurationError, how_to_install
+from trio_vllm.limits import MAX_ENGINES
 
-MAX_ENGINES = 2**16
-"""Engine ids have two bytes. It is declared by `protocol`, whose import would slow down the help."""
 MAX_VOCAB_SIZE = 2**31
 """With log probabilities, token ids are signed 32-bit integers on the wire."""
 MAX_SEED = 2**64 - 1
@@ -178,7 +177,7 @@ def _address(value: Any) -> str | None:
     try:
         parse_endpoint(value, port_required=True)
     except ConfigurationError as error:
-        return f"must be tcp://HOST:PORT or ipc://PATH ({error})"
+        return f"must be {ADDRESS_FORMS} ({error})"
     return None
 
 
@@ -498,7 +497,8 @@ class MockEngineConfig:
     )
     """Time from the start until the engines join, as if they loaded weights."""
     time_scale: float = attrs.field(default=1.0, validator=_scale, metadata=LIFE)
-    """All times of a schedule and of the startup are multiplied by it."""
+    """All times that an engine takes are multiplied by it: of a schedule, of KV transfers, the startup,
+    and the interval of steps."""
     die_like_an_engine: bool = attrs.field(default=False, metadata=LIFE)
     """Die of what a real engine core does not survive: ENGINE_CORE_DEAD and exit code 1, or deaf or
     mute for good. Off, such a request is refused, and nothing else suffers."""
@@ -609,7 +609,7 @@ class MockEngineConfig:
             )
 
     def _contradictions_in_speculation(self) -> Iterator[str]:
-        if self.num_speculative_tokens and (given := self._given(REQUEST_TIME)):
+        if self.num_speculative_tokens and (given := self._times_of_requests):
             yield f"num_speculative_tokens takes times of a step, and {given[0]} is one of a request"
         default = attrs.fields(MockEngineConfig).acceptance_rate.default
         if self.acceptance_rate != default and not self.num_speculative_tokens:

@@ -23,6 +23,7 @@ from trio_vllm.mock.config import MockEngineConfig
 from trio_vllm.mock.late_interaction import LateQueries, late_params
 from trio_vllm.protocol import (
     GENERATION_TASKS,
+    UNENCODABLE_RESULTS,
     EngineCoreRequest,
     EngineCoreSamplingParams,
     Frames,
@@ -288,9 +289,6 @@ REQUEST_RULES = (
     ),
 )
 """What kills an engine once it is decoded, or while it is; the first that applies is the cause."""
-
-UNENCODABLE_RESULTS = ("get_kv_cache_spec",)
-"""Methods of workers whose results are objects of Python's, which a frontend could not read."""
 
 
 @attrs.define

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import attrs
@@ -23,6 +24,7 @@ from trio_vllm.protocol import (
     FinishReason,
     OutputsMessage,
     PrefillStats,
+    PrefixCacheStats,
     RequestBatchOutputs,
     SchedulerStats,
     encode_outputs,
@@ -132,92 +134,62 @@ def encode_stats(stats: SchedulerStats) -> bytes:
 class StatsTemplate:
     """Encoded `SchedulerStats` in which only a few numbers change, all of fixed width."""
 
-    _MARKS = tuple(2**64 - 1 - i for i in range(6))
+    def __init__(self, *names: str) -> None:
+        """Let these fields change, in the order of the message; a dot leads into a part."""
+        default = SchedulerStats()
+        marks = [_mark(attrgetter(name)(default), place) for place, name in enumerate(names)]
+        for name, mark in zip(names, marks, strict=True):
+            part, _, field = name.rpartition(".")
+            setattr(getattr(default, part) if part else default, field, mark)
+        rest, form = encode_stats(default), ">"
+        self._parts: list[bytes | int | float] = []
+        for mark in marks:
+            kind = "Q" if isinstance(mark, int) else "d"
+            before, _, rest = rest.partition(struct.pack(f">{kind}", mark))
+            form += f"{len(before)}s{kind}"
+            self._parts += [before, mark]
+        self._parts.append(rest)
+        self._pack = struct.Struct(f"{form}{len(rest)}s").pack
 
-    def __init__(self) -> None:
-        running, waiting, steps, wave, requests, queries = self._MARKS
-        stats = SchedulerStats(
-            num_running_reqs=running,
-            num_waiting_reqs=waiting,
-            step_counter=steps,
-            current_wave=wave,
-        )
-        stats.prefix_cache_stats.requests = requests
-        stats.prefix_cache_stats.queries = queries
-        self._bytes = bytearray(encode_stats(stats))
-        marks = [mark.to_bytes(8, "big") for mark in self._MARKS]
-        self._places = [slice(at, at + 8) for at in map(self._bytes.index, marks)]
+    def fill(self, *numbers: float) -> bytes:
+        """The statistics with these numbers, one for each name."""
+        self._parts[1::2] = numbers
+        return self._pack(*self._parts)
 
-    def fill(self, *numbers: int) -> bytes:
-        """The statistics with these numbers.
 
-        They are: requests running and waiting, step and wave (lockstep only), prefix-cache queries
-        since the last statistics in requests and in tokens.
-        """
-        for place, number in zip(self._places, numbers, strict=True):
-            self._bytes[place] = number.to_bytes(8, "big")
-        return bytes(self._bytes)
+def _mark(default: float, place: int) -> float:
+    """A number that stands nowhere else in the statistics, and is written with eight bytes."""
+    return 2**64 - 1 - place if isinstance(default, int) else 0.123456789
+
+
+def _fields(*, numbers: bool) -> list[str]:
+    """The fields of statistics that are numbers in any case, or all others."""
+    of_cache = [f"prefix_cache_stats.{field.name}" for field in attrs.fields(PrefixCacheStats)]
+    names: list[str] = []
+    for field in attrs.fields(SchedulerStats):
+        names += of_cache if field.name == "prefix_cache_stats" else [field.name]
+    default = SchedulerStats()
+    return [name for name in names if (type(attrgetter(name)(default)) in {int, float}) is numbers]
 
 
 class SchedulerStatsEncoder:
     """Encodes the statistics of steps: of most of them only numbers change.
 
-    All numbers are written with a fixed width into a copy of a message; what has more parts than the
-    numbers is encoded as usual.
+    What has more than numbers is encoded as usual.
     """
 
-    _NUMBERS = ("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs")
-    _LOCKSTEP = ("step_counter", "current_wave")
-    _CACHE = (
-        "requests",
-        "queries",
-        "hits",
-        "preempted_requests",
-        "preempted_queries",
-        "preempted_hits",
-    )
-
     def __init__(self) -> None:
-        count = len(self._NUMBERS) + len(self._LOCKSTEP) + len(self._CACHE)
-        marks = [2**64 - 1 - mark for mark in range(count)]
-        usage = 0.123456789
-        names = iter(marks)
-        stats = SchedulerStats(kv_cache_usage=usage)
-        for name in (*self._NUMBERS, *self._LOCKSTEP):
-            setattr(stats, name, next(names))
-        for name in self._CACHE:
-            setattr(stats.prefix_cache_stats, name, next(names))
-        self._bytes = bytearray(encode_stats(stats))
-        self._places = [self._place(mark.to_bytes(8, "big")) for mark in marks]
-        self._usage = self._place(pack_double(usage))
-
-    def _place(self, mark: bytes) -> slice:
-        start = self._bytes.index(mark)
-        return slice(start, start + 8)
+        numbers = _fields(numbers=True)
+        self._numbers = attrgetter(*numbers)
+        self._others = attrgetter(*_fields(numbers=False))
+        self._no_others = self._others(SchedulerStats())
+        self._template = StatsTemplate(*numbers)
 
     def encode(self, stats: SchedulerStats) -> bytes:
         """The encoded statistics."""
-        cache = stats.prefix_cache_stats
-        has_more = stats.iteration_details or stats.spec_decoding_stats
-        if cache.reset or has_more or stats.connector_prefix_cache_stats is not None:
+        if self._others(stats) != self._no_others:
             return encode_stats(stats)
-        numbers = (
-            stats.num_running_reqs,
-            stats.num_waiting_reqs,
-            stats.num_skipped_waiting_reqs,
-            stats.step_counter,
-            stats.current_wave,
-            cache.requests,
-            cache.queries,
-            cache.hits,
-            cache.preempted_requests,
-            cache.preempted_queries,
-            cache.preempted_hits,
-        )
-        for place, number in zip(self._places, numbers, strict=True):
-            self._bytes[place] = number.to_bytes(8, "big")
-        self._bytes[self._usage] = pack_double(stats.kv_cache_usage)
-        return bytes(self._bytes)
+        return self._template.fill(*self._numbers(stats))
 
 
 pack_double = struct.Struct(">d").pack

@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 import attrs
 
 from trio_vllm.errors import DecodeError
+from trio_vllm.limits import MAX_ENGINES
 from trio_vllm.mock.answer_file import FileAnswers, read_answer_file, tokenized
 from trio_vllm.mock.answers import Answers, EchoAnswers, PromptAnswers, RandomAnswers
 from trio_vllm.mock.config import OUTPUTS, MockEngineConfig
@@ -40,7 +41,6 @@ from trio_vllm.mock.spread import Spread
 from trio_vllm.mock.unlimited import Counts, UnlimitedScheduler
 from trio_vllm.mock.utilities import EngineControl, RequestAction
 from trio_vllm.protocol import (
-    MAX_ENGINES,
     AbortRequests,
     DpControlOutput,
     EngineCoreOutput,

@@ -38,6 +38,17 @@ MAX_LAG = 0.1
 """Seconds that steps may be late and still be made up for."""
 
 
+CHANGING_STATS = (
+    "num_running_reqs",
+    "num_waiting_reqs",
+    "step_counter",
+    "current_wave",
+    "prefix_cache_stats.requests",
+    "prefix_cache_stats.queries",
+)
+"""The statistics that change without a schedule; prompts are queries of a cache that holds nothing."""
+
+
 @attrs.define
 class StepClock:
     """When steps are due: at the start of a busy period, and then every ``interval`` seconds.
@@ -92,8 +103,8 @@ class UnlimitedScheduler:
         self._waiting: dict[str, Request] = {}
         self._on_plain_path: set[str] = set()
         self._held: frozenset[int] = frozenset()
-        self._clock = StepClock(config.step_interval)
-        self._stats = StatsTemplate()
+        self._clock = StepClock(config.step_interval * config.time_scale)
+        self._stats = StatsTemplate(*CHANGING_STATS)
         self._told: Counts = (0, 0)
         self._prefills = self._prefilled_tokens = 0
         self.paused: Paused = "no"

@@ -20,7 +20,7 @@ from trio_vllm.mock.adapters import AdapterCallError, Adapters
 from trio_vllm.mock.config import MockEngineConfig
 from trio_vllm.mock.late_interaction import LateQueries
 from trio_vllm.mock.unlimited import Counts, Paused
-from trio_vllm.protocol import LoRARequest, UtilityOutput, UtilityRequest
+from trio_vllm.protocol import CACHE_RESETS, LoRARequest, UtilityOutput, UtilityRequest
 
 PAUSE_MODES = ("abort", "wait", "keep")
 MEMORY = frozenset({"weights", "kv_cache"})
@@ -83,12 +83,11 @@ T = TypeVar("T")
 
 _WORKER_METHODS = frozenset(
     {
+        *CACHE_RESETS,
         "check_health",
         "finish_weight_update",
         "init_weight_transfer_engine",
         "reload_weights",
-        "reset_encoder_cache",
-        "reset_mm_cache",
         "shutdown_weight_transfer_engine",
         "start_draft_weight_update",
         "start_weight_update",
@@ -96,8 +95,6 @@ _WORKER_METHODS = frozenset(
     }
 )
 """The methods that ``collective_rpc`` knows; each answers nil per worker."""
-_CACHE_RESETS = ("reset_encoder_cache", "reset_mm_cache")
-"""Those that let a worker forget queries of late interaction."""
 
 
 _CANNOT_RESET = (
@@ -360,7 +357,7 @@ class _Methods:
     ) -> list[None]:
         if method not in _WORKER_METHODS:
             raise AttributeError(_in_worker(f"'Worker' object has no attribute '{method}'"))
-        if method in _CACHE_RESETS:
+        if method in CACHE_RESETS:
             self._control.queries.clear()
         return [None]
 

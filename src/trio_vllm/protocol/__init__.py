@@ -28,7 +28,6 @@ from trio_vllm.protocol.coordination import encode_coordinator_stats as encode_c
 from trio_vllm.protocol.coordination import (
     encode_first_request_notice as encode_first_request_notice,
 )
-from trio_vllm.protocol.handshake import MAX_ENGINES as MAX_ENGINES
 from trio_vllm.protocol.handshake import EngineAddresses as EngineAddresses
 from trio_vllm.protocol.handshake import EngineCoreReadyResponse as EngineCoreReadyResponse
 from trio_vllm.protocol.handshake import EngineId as EngineId
@@ -115,5 +114,7 @@ from trio_vllm.protocol.structs import defaults_of as defaults_of
 from trio_vllm.protocol.structs import index_of as index_of
 from trio_vllm.protocol.token_ids import as_token_ids as as_token_ids
 from trio_vllm.protocol.token_ids import plain_items as plain_items
+from trio_vllm.protocol.utility import CACHE_RESETS as CACHE_RESETS
+from trio_vllm.protocol.utility import UNENCODABLE_RESULTS as UNENCODABLE_RESULTS
 from trio_vllm.protocol.utility import UtilityOutput as UtilityOutput
 from trio_vllm.protocol.utility import UtilityRequest as UtilityRequest

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import attrs
 
 from trio_vllm.errors import DecodeError
+from trio_vllm.limits import MAX_ENGINES
 from trio_vllm.protocol.codec import (
     I64,
     I64S,
@@ -24,9 +25,6 @@ from trio_vllm.protocol.codec import (
 )
 from trio_vllm.protocol.msgpack import decode_frame, pack
 from trio_vllm.protocol.structs import REQUIRED, codec_of
-
-MAX_ENGINES = 2**16
-"""An engine id has two bytes."""
 
 
 class EngineId(bytes):

@@ -23,6 +23,13 @@ from trio_vllm.protocol.codec import (
 )
 from trio_vllm.protocol.structs import as_array, codec_of, set_codec
 
+UNENCODABLE_RESULTS = ("get_kv_cache_spec", "get_model")
+"""Methods of workers whose results are objects without a MessagePack form. Sending one as the result of
+``collective_rpc`` ends the engine's output thread: it goes mute without a word."""
+
+CACHE_RESETS = ("reset_encoder_cache", "reset_mm_cache")
+"""Methods of an engine, and of its workers, after which these keep no queries of late interaction."""
+
 CallId = Annotated[int, INT64_OR_UINT64]
 
 

@@ -115,8 +115,9 @@ class EngineChannels:
 class EngineSource(Protocol):
     """Where a client gets its engines from: the transport *mode* in vLLM's term, so functions call it.
 
-    `HandshakeOwner`, `Bootstrapped`, what `trio_vllm.spawn_engine` gives, and, inside of a process,
-    ``InMemory``. Of your own it is any class with these two members.
+    There are `HandshakeOwner`, if we do the startup handshake, `Bootstrapped`, if a supervisor has done it, what
+    `trio_vllm.spawn_engine` gives, and, inside of a process, ``InMemory``. Of your own it is any class with these
+    two members.
     """
 
     @property

@@ -20,8 +20,8 @@ import zmq
 from trio_vllm.concurrency import running
 from trio_vllm.endpoint import is_wildcard
 from trio_vllm.errors import ConfigurationError, StartupError
+from trio_vllm.limits import MAX_ENGINES
 from trio_vllm.protocol import (
-    MAX_ENGINES,
     SUBSCRIBE,
     CodecError,
     EngineAddresses,
