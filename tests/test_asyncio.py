@@ -520,8 +520,8 @@ async def test_a_request_that_comes_as_the_map_ends(address: str) -> None:
         yield request(1, "first")
         try:
             await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            yield late
+        except asyncio.CancelledError:  # noqa: ASYNC103
+            yield late  # noqa: ASYNC104
 
     async with opened(address) as llm:
         async with llm.map(arriving()) as results:

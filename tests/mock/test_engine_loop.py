@@ -224,7 +224,7 @@ async def test_many_aborts_at_once_are_handled_in_slices() -> None:
         for request_id in ids:
             frontend.add(request_id, 1_000_000)
         summary = frontend.runner.engine.summary
-        while summary.requests < len(ids):
+        while summary.requests < len(ids):  # noqa: ASYNC110
             await trio.lowlevel.checkpoint()
         frontend.inputs[0].send_nowait([bytes(frame) for frame in encode_abort(ids)])
         seen = set[int]()

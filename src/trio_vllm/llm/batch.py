@@ -206,13 +206,13 @@ class BatchResults(Generic[R, O]):
 
     async def _outcome(self, request: R) -> O | EngineCoreError:
         retries = self._retries
-        while True:
+        while True:  # noqa: ASYNC913 (sending is a checkpoint)
             try:
                 return await self._send(request)
             except EngineCoreError as error:
                 can_retry = retries and isinstance(error, EngineDeadError)
                 if not can_retry or self._is_given_up(error):
-                    return error
+                    return error  # noqa: ASYNC910
                 retries -= 1
 
     def _is_given_up(self, error: EngineCoreError) -> bool:
