@@ -327,8 +327,11 @@ class SimulatedScheduler:
             self._write(share, last, extras, builder_for(client_index))
         self._write_plain(extras, builder_for)
         self._count(extras)
-        more = sum(sampled[one].num_delivered - 1 for one in rows if one in sampled)
-        self.tokens_made += len(rows) + more
+        self.tokens_made += len(rows)
+        if sampled:
+            self.tokens_made += sum(
+                sampled[one].num_delivered - 1 for one in rows if one in sampled
+            )
         if events := self._cache.take_events():
             self._kv_events.append(events)
         self._make_stats(step)
