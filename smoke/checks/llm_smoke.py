@@ -13,6 +13,7 @@ from llm_smoke_checks import (
     llm_smoke,
 )
 from processes import running
+from trio_vllm.cli.smokes import SMOKES
 
 ENDLESS = ("--max-tokens", "1000000")
 """Tokens that a mock engine needs seconds for."""
@@ -35,7 +36,7 @@ def check_passing() -> None:
         running("llm-smoke --help", [*our_command("llm-smoke"), "all", "--help"]) as it,
     ):
         it.wait_for_exit()
-    for command in ("generate", "utility", "logprobs", "all"):
+    for command in (*SMOKES, "all"):
         with timed(f"{command} --mock"), llm_smoke(command, "--mock") as smoke:
             expect_lines(smoke, 0, r"engine_identities=\[\[0, 0\]\]")
     port = free_port()

@@ -16,7 +16,7 @@ from tests.proc import is_alive
 from trio_vllm.cli.llm_smoke import main
 from trio_vllm.cli.smoke_options import GenerateOptions
 from trio_vllm.cli.smoke_runner import run_smokes
-from trio_vllm.cli.smokes import generate
+from trio_vllm.cli.smokes import SMOKES, generate
 from trio_vllm.processes import EndTimes
 
 ENGINE = [sys.executable, "-u", fake_engine.__file__]
@@ -33,12 +33,12 @@ def test_each_smoke_gets_a_fresh_engine(capfd: pytest.CaptureFixture[str]) -> No
     out, err = capfd.readouterr()
 
     engines = pids(err)
-    assert len(set(engines)) == 3
+    assert len(set(engines)) == len(SMOKES)
     assert not any(map(is_alive, engines))
     assert f"engine: fake engine with pid {engines[0]}" in err
-    assert out.count("passed") == 3
+    assert out.count("passed") == len(SMOKES)
     addresses = re.findall(r"(?m)^handshake_address=(tcp://127\.0\.0\.1:[0-9]+)$", out)
-    assert len(addresses) == 3
+    assert len(addresses) == len(SMOKES)
 
 
 def test_the_log_is_not_shown_otherwise(capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import attrs
 import ormsgpack
 import pytest
 from tests.protocol.comparing import same
@@ -20,6 +21,7 @@ from trio_vllm.protocol import (
     decode_engine_message,
     decode_outputs,
     decode_outputs_lazily,
+    index_of,
 )
 
 LOADED: list[str] = []
@@ -55,11 +57,14 @@ def batch_of(*fields: Any) -> UndecodedBatch:
     return batch
 
 
+NANS = "num_nans_in_logits"
+"""A field of a row that is no optional one."""
+
+
 def row(**fields: Any) -> list[Any]:
-    positions = {"kv_transfer_params": 8, "new_token_ids": 1, "num_nans_in_logits": 13}
-    raw: list[Any] = ["r", [1], *[None] * 11, 0, *[None] * 5]
-    for name, value in fields.items():
-        raw[positions[name]] = value
+    raw: list[Any] = [None] * len(attrs.fields(EngineCoreOutput))
+    for name, value in {"request_id": "r", "new_token_ids": [1], NANS: 0, **fields}.items():
+        raw[index_of(EngineCoreOutput, name)] = value
     return raw
 
 

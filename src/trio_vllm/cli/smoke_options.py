@@ -163,7 +163,7 @@ class WantedLogprobsOptions(SmokeOptions):
 
 @attrs.frozen(kw_only=True, slots=False)
 class LogprobsOptions(WantedLogprobsOptions):
-    """What ``logprobs`` needs besides; ``all`` has a ``max_tokens`` for two smokes."""
+    """What ``logprobs`` needs besides; ``all`` has one ``max_tokens`` for all smokes."""
 
     max_tokens: Annotated[int, _at_least(1)] = 1
     """How many tokens to generate."""

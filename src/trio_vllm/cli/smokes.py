@@ -1,4 +1,4 @@
-"""`generate`, `utility` and `logprobs`, the three smokes, ask engines for what must hold of them.
+"""`generate`, `utility` and `logprobs`, the smokes, ask engines for what must hold of them.
 
 Mirror ``rust/src/llm/examples/external_engine_smoke.rs`` and
 ``rust/src/engine-core-client/examples/external_engine_{utility_call,logprobs}.rs``.

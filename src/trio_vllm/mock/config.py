@@ -436,11 +436,11 @@ class MockEngineConfig:
     prefill_overhead: float = attrs.field(
         default=0.0, converter=to_seconds, validator=_finite_seconds, metadata=REQUEST_TIME
     )
-    """Without --time-to-first-token: what every prompt takes,"""
+    """What every prompt takes, if there is no --time-to-first-token."""
     prefill_time_per_token: float = attrs.field(
         default=0.0, converter=to_seconds, validator=_finite_seconds, metadata=REQUEST_TIME
     )
-    """and what each of its tokens takes that is not cached."""
+    """What each token of a prompt takes besides that, unless it is cached."""
     prefill_time_std_dev: float = attrs.field(
         default=0.0, converter=to_seconds, validator=_finite_seconds, metadata=REQUEST_TIME
     )
