@@ -380,7 +380,9 @@ class Llm:
         Args:
           requests: Taken from one by one, as there is room; may be endless.
           limit: How many requests may be in flight or wait to be taken out of the iterator.
-          ordered: Whether the pairs come in the order of the requests, instead of as they end.
+          ordered: Whether the pairs come in the order of the requests, instead of as they end. When
+            no engine is left, none comes behind one that is missing: what has come is the
+            beginning of the requests. What was answered behind it is unanswered, too.
           retries: How often a request is sent again whose engine has died meanwhile, if another
             one lives.
 
