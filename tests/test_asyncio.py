@@ -280,9 +280,12 @@ async def test_what_is_no_request(address: str) -> None:
         with pytest.raises(TypeError, match="stream takes a GenerateRequest"):
             async with llm.stream(wrong):
                 pytest.fail("there is no stream")
-        with pytest.raises(TypeError, match="generate takes a GenerateRequest"):
+        with pytest.raises(TypeError, match="map takes a GenerateRequest"):
             async with llm.map([wrong]) as results:
                 await anext(results)
+        with pytest.raises(TypeError, match=r"write map\(\[request\]\)"):
+            async with llm.map(request()):  # type: ignore[arg-type]
+                pytest.fail("there is no map")
         with pytest.raises(TypeError, match=r"write `async with llm\.stream"):
             async for _ in llm.stream(request()):  # type: ignore[attr-defined]
                 pytest.fail("there is no stream")

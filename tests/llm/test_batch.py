@@ -260,11 +260,22 @@ async def test_what_is_no_request() -> None:
     pairs: list[Pair] = []
     async with open_pair() as (world, _):
         async with Llm(world.client).map(requests, limit=1, ordered=True) as results:
-            with pytest.raises(TypeError, match="takes a GenerateRequest"):
+            with pytest.raises(
+                TypeError, match=r"^map takes a GenerateRequest\(\.\.\.\), not a list"
+            ):
                 async for pair in results:
                     pairs.append(pair)  # noqa: PERF401
 
     assert [request.request_id for request, _ in pairs] == ["a"]
+
+
+async def test_one_request_instead_of_many() -> None:
+    """It is said how to give it."""
+    one: Any = make_prompt("a")
+    async with open_llm_world() as world:
+        with pytest.raises(TypeError, match=r"not a GenerateRequest: write map\(\[request\]\)"):
+            async with world.llm.map(one):
+                pytest.fail("it was opened")
 
 
 async def test_unanswered_when_the_block_is_left_early() -> None:

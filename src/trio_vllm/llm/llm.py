@@ -49,6 +49,7 @@ from trio_vllm.llm.request import (
     PromptRequest,
     RequestIds,
     check_kind,
+    check_many,
     to_engine_requests,
     to_pooling_request,
 )
@@ -304,6 +305,9 @@ class Llm:
           Aborts the request.
         """
         check_kind("generate", request, GenerateRequest)
+        return await self._complete(request)
+
+    async def _complete(self, request: GenerateRequest) -> GenerateOutput:
         generation = await self._begin(request, FINAL_ONLY)
         try:
             await generation.wait_ended()
@@ -392,9 +396,15 @@ class Llm:
         Cancellation:
           Aborts what is in flight.
         """
+        check_many("map", requests)
+
+        async def complete(request: GenerateRequest) -> GenerateOutput:
+            check_kind("map", request, GenerateRequest)
+            return await self._complete(request)
+
         results = BatchResults(
             requests,
-            self.generate,
+            complete,
             self.client,
             limit=limit,
             ordered=ordered,

@@ -90,6 +90,13 @@ def check_kind(method: str, request: object, kind: type[PromptRequest]) -> None:
         raise TypeError(f"{method} takes {wanted}(...), not {got}")
 
 
+def check_many(method: str, requests: object) -> None:
+    """Refuse one request where many are wanted, with a `TypeError`."""
+    if isinstance(requests, PromptRequest):
+        got = _with_article(type(requests).__name__)
+        raise TypeError(f"{method} takes many requests, not {got}: write {method}([request])")
+
+
 def _with_article(name: str) -> str:
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
