@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -97,6 +98,7 @@ async def spawn_engine(
     Cancellation:
       Ends the command, more hastily.
     """
+    _check_command(command)
     address = handshake_address or address_in(command)
     if address is None:
         raise ConfigurationError(
@@ -117,6 +119,18 @@ async def spawn_engine(
     async with running(engine.hold_nursery):
         await engine.start()
         yield engine
+
+
+def _check_command(command: Sequence[object]) -> None:
+    """Refuse what is no list of strings, with a `TypeError`."""
+    if isinstance(command, str):
+        raise TypeError(
+            "spawn_engine takes a list of the program and its arguments, not a string:"
+            f" write {shlex.split(command)}"
+        )
+    for argument in command:
+        if not isinstance(argument, str):
+            raise TypeError(f"spawn_engine takes a list of strings; {argument!r} is none")
 
 
 @attrs.frozen
@@ -299,10 +313,11 @@ class _Startup:
 
 
 async def _tell_end(run: _Run, error: EngineDeadError) -> None:
-    """Add to an error what is known of the end of the command that was to run the engine."""
+    """Say in an error how the command ended that was to run the engine; a note has the end of its log."""
     with trio.move_on_after(END_DELAY):
         how = await run.wait_end()
-        error.add_note("\n".join([f"{how}; the last lines of its log:", *run.log]))
+        error.reason += f"; {how}"
+        error.add_note("\n".join(["The last lines of its log:", *run.log]))
 
 
 def _why_not_found(program: str) -> str:
