@@ -83,8 +83,8 @@ async def spawn_engine(
       coordinator: See there.
       ready_timeout: See there.
       startup_timeout: See there.
-      restart: Whether each further connection starts the command anew. An engine serves one connection
-        in its life, so without it there can be only one.
+      restart: Whether each further connection starts the command anew. A real engine serves one
+        connection in its life, so without it there can be only one, also to a mock.
       env: Variables of the environment, besides those of this process and before them.
       on_line: Called with each line that the command prints.
       end_times: Seconds from SIGTERM to SIGKILL.
@@ -287,7 +287,7 @@ class SpawnedEngine:
             return
         if not self._can_restart:
             raise ConfigurationError(
-                "an engine serves one connection in its life: spawn_engine(..., restart=True) starts"
+                "a real engine serves one connection in its life: spawn_engine(..., restart=True) starts"
                 " the command again for the next"
             )
         await self._run.end()

@@ -71,7 +71,7 @@ class GenerateRequest(PromptRequest):
         validator=_has_class(EngineCoreSamplingParams),
     )
     """``n`` completions are as many engine requests; the seed of the i-th is ``seed + i``.
-    ``max_tokens=None`` is what the model's context leaves."""
+    ``max_tokens`` is 16 unless it is stated; None is what the model's context leaves."""
     reasoning_parser_kwargs: dict[str, Any] | None = attrs.field(default=None, kw_only=True)
     reasoning_ended: bool | None = attrs.field(default=None, kw_only=True)
 
