@@ -6,7 +6,6 @@ import itertools
 import logging
 import os
 import re
-import shlex
 import socket
 import subprocess
 import sys
@@ -126,7 +125,7 @@ def _check_command(command: Sequence[object]) -> None:
     if isinstance(command, str):
         raise TypeError(
             "spawn_engine takes a list of the program and its arguments, not a string:"
-            f" write {shlex.split(command)}"
+            f" write shlex.split({command!r})"
         )
     for argument in command:
         if not isinstance(argument, str):
