@@ -173,8 +173,8 @@ class StartupRun:
             return [f"{text} has it served another frontend before?"]
         port = socket.address.rpartition(":")[2] if socket.address.startswith("tcp:") else "PORT"
         return [
-            f"{text} is it started with --data-parallel-rpc-port {port}? has it served another"
-            " frontend before?"
+            f"{text} is it started with --data-parallel-rpc-port {port} (a mock with"
+            f" --handshake-address {socket.address})? has it served another frontend before?"
         ]
 
     # What comes ---------------------------------------------------------------------------------
