@@ -295,6 +295,18 @@ def test_messages_out_of_turn() -> None:
     ]
 
 
+def test_an_engine_starts_again_whose_registration_was_lost() -> None:
+    """Its READY came by another connection, and is no reason not to answer it."""
+    startup = FrontendStartup([0])
+    startup.receive_report(frames(0, HELLO))
+    startup.receive_report(frames(0, READY))
+
+    assert startup.receive_report(frames(0, HELLO)) is not None
+    assert startup.receive_registration(registration(0)) == 0
+    assert startup.phase is None
+    assert startup.notes == ["engine 0 said HELLO again"]
+
+
 def test_notes_have_an_end() -> None:
     startup = FrontendStartup([0])
 

@@ -6,8 +6,8 @@ may be first. If we are its coordinator, it also subscribes to our broadcasts be
 and is not READY before all engines have subscribed and we have opened the gate.
 
 Everything unexpected (a stranger's id, garbage, a message out of turn) is noted and left
-unanswered: the expected engines may still come. A second HELLO of an engine that is not READY is a
-restart, it gets its INIT again; so does an engine that was lost and starts over.
+unanswered: the expected engines may still come. A second HELLO of an engine that is not READY and
+registered is a restart, it gets its INIT again; so does an engine that was lost and starts over.
 
 Mirrors upstream ``vllm/v1/engine/utils.py::wait_for_engine_startup`` and
 ``engine-core-client/src/transport.rs``.
@@ -130,12 +130,13 @@ class FrontendStartup:
             else:
                 progress.ready = report
             return None
-        if progress.ready is not None:
+        if progress.ready is not None and progress.response is not None:
             # The first one lives: this one would be sent requests that it does not know of.
             self.note(f"engine {engine_index} said HELLO after READY: are there two of it?")
             return None
         if progress.hello:
             self.note(f"engine {engine_index} said HELLO again")
+        # READY without a registration: that was lost with its connection, or is still under way.
         progress.hello = True
         return engine_id
 
