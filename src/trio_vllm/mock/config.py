@@ -495,7 +495,7 @@ class MockEngineConfig:
     startup_duration: float = attrs.field(
         default=0.0, converter=to_seconds, validator=_finite_seconds, metadata=LIFE
     )
-    """Time from the start until the engines join, as if they loaded weights."""
+    """Time from the first frontend's INIT to READY, as if the engines loaded weights."""
     time_scale: float = attrs.field(default=1.0, validator=_scale, metadata=LIFE)
     """All times that an engine takes are multiplied by it: of a schedule, of KV transfers, the startup,
     and the interval of steps."""
