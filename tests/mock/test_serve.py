@@ -222,7 +222,7 @@ async def test_the_next_frontend_is_served_as_well(
     lines = caplog.text
     assert "engine 1: serving 1 client(s)" in lines
     assert "engine 1: the frontend has gone" in lines
-    assert "request started request_id='life 2' prompt_len=2 max_tokens=3 chunk_size=1" in lines
+    assert "request taken request_id='life 2' prompt_len=2 max_tokens=3 chunk_size=1" in lines
     assert "request finished request_id='life 2' prompt_len=2 output_tokens=3" in lines
     assert "finish_reason=length" in lines
 

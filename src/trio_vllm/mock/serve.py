@@ -447,7 +447,7 @@ def log_entries(engine_index: int, entries: Iterable[LogEntry]) -> None:
         match entry:
             case RequestStarted():
                 log.info(
-                    "engine %d: request started request_id=%s prompt_len=%d max_tokens=%d"
+                    "engine %d: request taken request_id=%s prompt_len=%d max_tokens=%d"
                     " chunk_size=%d",
                     engine_index,
                     _loggable(entry.request_id),
