@@ -1,8 +1,9 @@
 """Complete many prompts: JSON lines in, JSON lines out; a second run does what the first has left.
 
 Each input line is an object with ``prompt_token_ids`` and, if wanted, ``max_tokens``; each output
-line has the number of its input line, and the completion. What fails is told on standard error, and
-the exit code is 1 then.
+line has the number of its input line, from 1, and the completion. They are in the order in which
+completions end; sort by ``line`` to have that of the input. What fails is told on standard error,
+and the exit code is 1 then.
 
     python examples/batch.py prompts.jsonl completions.jsonl [HANDSHAKE_ADDRESS]
     python examples/batch.py prompts.jsonl completions.jsonl vllm serve … {port} …
@@ -24,7 +25,6 @@ from trio_vllm import (
     EngineCoreError,
     EngineDeadError,
     FinishReason,
-    GenerateOutput,
     GenerateRequest,
     HandshakeOwner,
     Llm,
@@ -46,20 +46,21 @@ class Batch:
         self._completions = Path(completions)
         self._completions.touch()
         lines = self._completions.read_text("utf-8").splitlines()
-        self._done = {json.loads(line)["line"] for line in lines}
+        self._done = {str(json.loads(line)["line"]) for line in lines}
         self.failed_count = 0
 
     def requests(self) -> Iterator[GenerateRequest]:
         """What is to be done, each with the number of its line as its id."""
         with open(self._prompts, encoding="utf-8") as lines:
-            for number, line in enumerate(lines):
-                if str(number) not in self._done:
-                    item = json.loads(line)
-                    yield GenerateRequest(
-                        request_id=str(number),
-                        prompt_token_ids=item["prompt_token_ids"],
-                        sampling_params=SamplingParams(max_tokens=item.get("max_tokens", 64)),
-                    )
+            for number, line in enumerate(lines, start=1):
+                if str(number) in self._done:
+                    continue
+                try:
+                    request = to_request(str(number), line)
+                except (TypeError, ValueError) as error:
+                    self._fail(str(number), error)
+                else:
+                    yield request
 
     async def run(self, llm: Llm) -> bool:
         """Take requests as there is room, write as they end; False if the engine has left some.
@@ -72,29 +73,40 @@ class Batch:
             llm.map(self.requests(), limit=256, retries=2) as results,
         ):
             async for request, output in results:
-                if (
-                    isinstance(output, EngineCoreError)
-                    or output.finish_reason is FinishReason.ERROR
-                ):
-                    self._fail(request, output)
+                assert request.request_id is not None
+                if isinstance(output, EngineCoreError):
+                    self._fail(request.request_id, output)
+                elif output.finish_reason is FinishReason.ERROR:
+                    self._fail(request.request_id, output.completions[0].error)
                 elif output.finish_reason is FinishReason.ABORT:  # it shuts down
                     has_left = True
                 else:
                     self._done.add(request.request_id)
                     answer = {
-                        "line": request.request_id,
+                        "line": int(request.request_id),
                         "token_ids": output.token_ids,
                         "finish_reason": output.finish_reason.name.lower(),
                     }
                     await out.write(json.dumps(answer) + "\n")
         return not has_left
 
-    def _fail(self, request: GenerateRequest, output: GenerateOutput | EngineCoreError) -> None:
+    def _fail(self, number: str, error: object) -> None:
         """Note that a prompt has failed for good; only another run of the program tries it again."""
-        self._done.add(request.request_id)
+        self._done.add(number)
         self.failed_count += 1
-        error = output if isinstance(output, EngineCoreError) else output.completions[0].error
-        print(f"line {request.request_id}: {error}", file=sys.stderr)
+        print(f"line {number}: {error}", file=sys.stderr)
+
+
+def to_request(number: str, line: str) -> GenerateRequest:
+    """What a line asks for; its number is the id."""
+    item = json.loads(line)
+    if not isinstance(item, dict) or "prompt_token_ids" not in item:
+        raise ValueError("there are no prompt_token_ids")
+    return GenerateRequest(
+        request_id=number,
+        prompt_token_ids=item["prompt_token_ids"],
+        sampling_params=SamplingParams(max_tokens=item.get("max_tokens", 64)),
+    )
 
 
 @asynccontextmanager
@@ -122,4 +134,6 @@ async def main(prompts: str, completions: str, *arguments: str) -> int:
     return 1
 
 
+if len(sys.argv) < 3:
+    sys.exit("usage: batch.py PROMPTS COMPLETIONS [HANDSHAKE_ADDRESS | ENGINE_COMMAND {port} …]")
 sys.exit(trio.run(partial(main, *sys.argv[1:])))

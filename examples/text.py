@@ -56,7 +56,7 @@ async def main(folder: str, message: str, address: str = "tcp://127.0.0.1:29550"
     )
     token_ids: list[int] = []
     printed = ""
-    async with open_llm(HandshakeOwner(handshake_address=address)) as llm:
+    async with open_llm(HandshakeOwner(address, ready_timeout=30)) as llm:
         async with llm.stream(request) as deltas:
             async for delta in deltas:
                 token_ids += delta.token_ids
@@ -68,4 +68,6 @@ async def main(folder: str, message: str, address: str = "tcp://127.0.0.1:29550"
     print(model.decode(token_ids)[len(printed) :])
 
 
+if len(sys.argv) not in {3, 4}:
+    sys.exit("usage: text.py MODEL_FOLDER MESSAGE [HANDSHAKE_ADDRESS]")
 trio.run(partial(main, *sys.argv[1:]))

@@ -280,9 +280,12 @@ async def test_what_is_no_request(address: str) -> None:
         with pytest.raises(TypeError, match="stream takes a GenerateRequest"):
             async with llm.stream(wrong):
                 pytest.fail("there is no stream")
-        with pytest.raises(TypeError, match="generate takes a GenerateRequest"):
+        with pytest.raises(TypeError, match="map takes a GenerateRequest"):
             async with llm.map([wrong]) as results:
                 await anext(results)
+        with pytest.raises(TypeError, match=r"write map\(\[request\]\)"):
+            async with llm.map(request()):  # type: ignore[arg-type]
+                pytest.fail("there is no map")
         with pytest.raises(TypeError, match=r"write `async with llm\.stream"):
             async for _ in llm.stream(request()):  # type: ignore[attr-defined]
                 pytest.fail("there is no stream")
@@ -564,6 +567,30 @@ async def test_a_map_whose_engine_is_killed(address: str) -> None:
                 assert 1 <= len(got.unanswered) <= 7
 
     assert (sorted(map(int, filter(None, done))), starts) == ([*range(60)], 2)
+
+
+@on_asyncio
+async def test_a_map_in_order_whose_engine_is_killed(address: str) -> None:
+    """What has come is the beginning of the requests; all others are unanswered, or not taken."""
+    command = [sys.executable, "-m", "trio_vllm", "mock-engine", "--step-interval", "2ms"]
+    command += ["--handshake-address", "{address}", "--no-reconnect"]
+    # The third is under way for long, while those behind it are answered.
+    requests = [request(1_000_000 if number == 2 else 1, str(number)) for number in range(9)]
+    given = iter(requests)
+    done: list[str | None] = []
+    async with trio_vllm.asyncio.spawn_engine(command) as mode:
+        with pytest.raises(EngineDeadError):
+            async with trio_vllm.asyncio.open_llm(mode) as llm:
+                async with llm.map(given, limit=5, ordered=True) as got:
+                    async for each, _ in got:
+                        done.append(each.request_id)
+                        if len(done) == 2:
+                            while llm.statistics().in_flight > 1:  # noqa: ASYNC110
+                                await asyncio.sleep(0.001)
+                            os.kill(mode.pid, signal.SIGKILL)
+
+    assert done == ["0", "1"]
+    assert [each.request_id for each in [*got.unanswered, *given]] == [*"2345678"]
 
 
 @on_asyncio

@@ -181,5 +181,7 @@ def test_names_are_there() -> None:
 
     for code in re.findall("`([^`]+)`", table):
         if not code.startswith(("trio_vllm.", "trio-vllm[")):
-            name = code.removeprefix("llm.").partition("(")[0].partition("=")[0]
+            name = (
+                code.removeprefix("llm.").removeprefix("trio.").partition("(")[0].partition("=")[0]
+            )
             assert name in known, code

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -68,13 +69,16 @@ async def test_restart_starts_the_command_again() -> None:
 
 
 async def test_a_program_goes_on_after_a_death() -> None:
-    """The error that tells of the death has the end of the command as a note."""
+    """The error that tells of the death says how the command ended; the end of its log is a note."""
     async with spawn_engine(MOCK, restart=True) as mode:
         with pytest.raises(EngineDeadError) as caught:
             async with open_llm(mode) as llm:
                 os.kill(mode.pid, signal.SIGKILL)
                 raise await llm.client.wait_failed()
-        assert "the engine command died of SIGKILL" in caught.value.__notes__[0]
+        assert str(caught.value) == (
+            "engine 0 is dead: its connection was lost; the engine command died of SIGKILL"
+        )
+        assert caught.value.__notes__[0].startswith("The last lines of its log:\n")
         assert await count_tokens(mode) == 4
 
 
@@ -128,6 +132,19 @@ async def test_a_command_that_does_not_exist(program: str, reason: str) -> None:
 async def test_a_command_without_an_address() -> None:
     with pytest.raises(ConfigurationError, match="names no port"):
         async with spawn_engine(["vllm", "serve"]):
+            pytest.fail("it did not start")  # pragma: no cover
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("mock-engine 'x", r"""not a string: write shlex\.split\("mock-engine 'x"\)"""),
+        (["mock-engine", 29550], "list of strings; 29550 is none"),
+    ],
+)
+async def test_a_command_that_is_no_list_of_strings(command: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        async with spawn_engine(command):
             pytest.fail("it did not start")  # pragma: no cover
 
 

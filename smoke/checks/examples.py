@@ -56,15 +56,30 @@ def batch(folder: Path) -> None:
     with mock_engine() as engines:
         run("batch", str(folder / "in"), str(folder / "out"), engines.handshake_address)
         assert read_lengths(folder / "out") == lengths[:20]
-        # The next run has more to do, and does no more than that. One line fails.
+        # The next run has more to do, and does no more than that. Some lines fail.
         write_prompts(folder / "in", [*lengths[:20], -1, 7])
+        with open(folder / "in", "a", encoding="utf-8") as prompts:
+            prompts.write('oops\n{"prompt": "text"}\n{"prompt_token_ids": "text"}\n')
         arguments = [str(folder / "in"), str(folder / "out"), engines.handshake_address]
         done = start("batch", *arguments)
         _, log = done.communicate(timeout=120)
-        assert (done.returncode, log.startswith("line 20: request")) == (1, True), log
+        faults = sorted(line.split(":")[0] for line in log.splitlines())
+        assert (done.returncode, faults) == (1, [f"line {n}" for n in (21, 23, 24, 25)]), log
         assert len(engines.engine.requests) == 21, engines.engine
+    expect_usage("batch", "only-one-file")
     for number in (signal.SIGKILL, signal.SIGTERM):
         end_engines_midway(folder, lengths, number)
+
+
+def expect_usage(name: str, *arguments: str) -> None:
+    """Too few arguments are told in one line."""
+    done = start(name, *arguments)
+    _, log = done.communicate(timeout=60)
+    assert (done.returncode, log.startswith(f"usage: {name}.py "), log.count("\n")) == (
+        1,
+        True,
+        1,
+    ), log
 
 
 def end_engines_midway(folder: Path, lengths: list[int], number: int) -> None:
@@ -138,6 +153,7 @@ def text(folder: Path) -> None:
     with mock_engine(MockEngineConfig(output="echo")) as engines:
         out = run("text", str(folder), "world hello", engines.handshake_address)
     assert out.strip() == "world hello", out
+    expect_usage("text")
     done = start("text", "Qwen/Qwen3-0.6B", "hello")
     _, log = done.communicate(timeout=60)
     assert (done.returncode, "is no folder with a tokenizer.json" in log) == (1, True), log

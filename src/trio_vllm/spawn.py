@@ -83,8 +83,8 @@ async def spawn_engine(
       coordinator: See there.
       ready_timeout: See there.
       startup_timeout: See there.
-      restart: Whether each further connection starts the command anew. An engine serves one connection
-        in its life, so without it there can be only one.
+      restart: Whether each further connection starts the command anew. A real engine serves one
+        connection in its life, so without it there can be only one, also to a mock.
       env: Variables of the environment, besides those of this process and before them.
       on_line: Called with each line that the command prints.
       end_times: Seconds from SIGTERM to SIGKILL.
@@ -98,6 +98,7 @@ async def spawn_engine(
     Cancellation:
       Ends the command, more hastily.
     """
+    _check_command(command)
     address = handshake_address or address_in(command)
     if address is None:
         raise ConfigurationError(
@@ -118,6 +119,18 @@ async def spawn_engine(
     async with running(engine.hold_nursery):
         await engine.start()
         yield engine
+
+
+def _check_command(command: Sequence[object]) -> None:
+    """Refuse what is no list of strings, with a `TypeError`."""
+    if isinstance(command, str):
+        raise TypeError(
+            "spawn_engine takes a list of the program and its arguments, not a string:"
+            f" write shlex.split({command!r})"
+        )
+    for argument in command:
+        if not isinstance(argument, str):
+            raise TypeError(f"spawn_engine takes a list of strings; {argument!r} is none")
 
 
 @attrs.frozen
@@ -274,7 +287,7 @@ class SpawnedEngine:
             return
         if not self._can_restart:
             raise ConfigurationError(
-                "an engine serves one connection in its life: spawn_engine(..., restart=True) starts"
+                "a real engine serves one connection in its life: spawn_engine(..., restart=True) starts"
                 " the command again for the next"
             )
         await self._run.end()
@@ -310,10 +323,11 @@ def _of_fresh_engines() -> Iterator[None]:
 
 
 async def _tell_end(run: _Run, error: EngineDeadError) -> None:
-    """Add to an error what is known of the end of the command that was to run the engine."""
+    """Say in an error how the command ended that was to run the engine; a note has the end of its log."""
     with trio.move_on_after(END_DELAY):
         how = await run.wait_end()
-        error.add_note("\n".join([f"{how}; the last lines of its log:", *run.log]))
+        error.reason += f"; {how}"
+        error.add_note("\n".join(["The last lines of its log:", *run.log]))
 
 
 def _why_not_found(program: str) -> str:

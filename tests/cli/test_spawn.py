@@ -56,7 +56,7 @@ def test_an_engine_of_ours_has_served_nobody(limit: str, capfd: pytest.CaptureFi
 
     err = capfd.readouterr().err
     assert "no engine has connected to tcp://127.0.0.1:" in err
-    assert re.search(r"is it started with --data-parallel-rpc-port \d+\?$", err.strip())
+    assert re.search(r"--handshake-address tcp://127\.0\.0\.1:\d+\)\?$", err.strip())
 
 
 def test_an_early_end_is_reported_at_once(capfd: pytest.CaptureFixture[str]) -> None:

@@ -169,7 +169,7 @@ async def test_no_request_is_taken_when_no_engine_is_left() -> None:
 
 
 async def test_in_order_when_no_engine_is_left() -> None:
-    """Answers behind one that will not come are delivered, in order."""
+    """Answers behind one that will not come are not delivered: what has come can be counted."""
     async with open_llm_world(randomize_request_ids=False) as world:
         async with world.llm.map(prompts(5), ordered=True) as results:
             await wait_all_tasks_blocked()
@@ -182,8 +182,25 @@ async def test_in_order_when_no_engine_is_left() -> None:
                     pairs.append(pair)  # noqa: PERF401
             left = [request.request_id for request in results.unanswered]
 
-    assert [request.request_id for request, _ in pairs] == ["0", "1", "3"]
-    assert left == ["2", "4"]
+    assert [request.request_id for request, _ in pairs] == ["0", "1"]
+    assert left == ["2", "3", "4"]
+
+
+async def test_in_order_behind_a_mistake() -> None:
+    """What is no request is a gap, too; what it raised comes there, and no answer behind it."""
+    requests: list[Any] = [make_prompt("0"), [1], make_prompt("2")]
+    pairs: list[Pair] = []
+    async with open_llm_world(randomize_request_ids=False) as world:
+        async with world.llm.map(requests, ordered=True) as results:
+            await wait_all_tasks_blocked()
+            world.llm.abort()
+            with pytest.raises(TypeError, match="not a list"):
+                async for pair in results:
+                    pairs.append(pair)  # noqa: PERF401
+            left = results.unanswered
+
+    assert [request.request_id for request, _ in pairs] == ["0"]
+    assert left == requests[1:]
 
 
 async def test_two_engines_die_one_after_the_other() -> None:
@@ -243,11 +260,22 @@ async def test_what_is_no_request() -> None:
     pairs: list[Pair] = []
     async with open_pair() as (world, _):
         async with Llm(world.client).map(requests, limit=1, ordered=True) as results:
-            with pytest.raises(TypeError, match="takes a GenerateRequest"):
+            with pytest.raises(
+                TypeError, match=r"^map takes a GenerateRequest\(\.\.\.\), not a list"
+            ):
                 async for pair in results:
                     pairs.append(pair)  # noqa: PERF401
 
     assert [request.request_id for request, _ in pairs] == ["a"]
+
+
+async def test_one_request_instead_of_many() -> None:
+    """It is said how to give it."""
+    one: Any = make_prompt("a")
+    async with open_llm_world() as world:
+        with pytest.raises(TypeError, match=r"not a GenerateRequest: write map\(\[request\]\)"):
+            async with world.llm.map(one):
+                pytest.fail("it was opened")
 
 
 async def test_unanswered_when_the_block_is_left_early() -> None:

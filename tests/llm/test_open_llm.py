@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
+import pytest
 import trio
 from tests.client.world import hand_driven
 from trio.testing import MockClock
@@ -16,6 +18,13 @@ def test_it_takes_all_options_of_open_client() -> None:
     theirs = inspect.signature(open_client).parameters
 
     assert {name: ours.get(name) for name in theirs} == dict(theirs)
+
+
+@pytest.mark.parametrize("opener", [open_llm, open_client])
+async def test_an_address_is_no_mode(opener: Any) -> None:
+    with pytest.raises(TypeError, match=r"write HandshakeOwner\('tcp://127\.0\.0\.1:29550'\)"):
+        async with opener("tcp://127.0.0.1:29550"):
+            pytest.fail("it was opened")
 
 
 async def test_engines_have_as_long_as_told_to_say_what_they_support(

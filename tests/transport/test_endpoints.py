@@ -81,6 +81,14 @@ async def test_foreign_address_is_named(address: str) -> None:
             context.socket(SocketType.PULL).bind(address)
 
 
+@pytest.mark.parametrize("address", ["tcp://192.0.2.1:0", "tcp://no-such-host:0"])
+async def test_an_address_of_another_host_is_explained(address: str) -> None:
+    """The address is ours, and engines dial it; newcomers give that of the engine's host, or a name."""
+    async with open_context() as context:
+        with pytest.raises(ConfigurationError, match="must be an IP address of this host, which"):
+            context.socket(SocketType.PULL).bind(address)
+
+
 async def test_longest_path_works_and_a_longer_one_is_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

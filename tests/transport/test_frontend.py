@@ -9,6 +9,7 @@ import socket as stdlib_socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import ormsgpack
 import pytest
@@ -262,7 +263,8 @@ async def test_no_engine(address: str) -> None:
 
     note = (
         f"no engine has connected to {address} in 0.3 s; is it started with"
-        " --data-parallel-rpc-port PORT? has it served another frontend before?"
+        " --data-parallel-rpc-port PORT (a mock with"
+        f" --handshake-address {address})? has it served another frontend before?"
     )
     assert (
         error.phase,
@@ -613,7 +615,8 @@ async def test_nobody_comes_to_a_tcp_port() -> None:
 
     assert error.notes == [
         f"no engine has connected to tcp://127.0.0.1:{port} in 0.3 s; is it started with"
-        f" --data-parallel-rpc-port {port}? has it served another frontend before?"
+        f" --data-parallel-rpc-port {port} (a mock with --handshake-address tcp://127.0.0.1:{port})?"
+        " has it served another frontend before?"
     ]
 
 
@@ -712,6 +715,38 @@ def test_impossible_numbers(options: dict[str, float]) -> None:
         HandshakeOwner(handshake_address="tcp://127.0.0.1:1", **options)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError):
         Bootstrapped(input_address="", output_address="", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("handshake_address", 29550, "a string such as 'tcp://127.0.0.1:29550', not 29550"),
+        ("input_address", b"tcp://127.0.0.1:1", "a string such as"),
+        ("coordinator_address", 1, "a string such as"),
+        ("host", None, "a string, not None"),
+        ("bind_host", 0, "a string, not 0"),
+        ("engine_count", "2", "an integer, not '2'"),
+        ("engine_start_index", 1.5, "an integer, not 1.5"),
+        ("data_parallel_size", "4", "an integer"),
+        ("output_listener", "5", "an integer"),
+        ("ready_timeout", "30", "a number of seconds, not '30'"),
+        ("restart_grace", None, "a number of seconds"),
+        ("coordinator", "no", "True or False, not 'no'"),
+        ("parallel_config", ["data_parallel_master_port"], "a mapping"),
+    ],
+)
+def test_values_of_wrong_types(name: str, value: Any, wanted: str) -> None:
+    """They are refused by each of the modes that has the field, with its name."""
+    handshake: dict[str, Any] = {"handshake_address": "tcp://127.0.0.1:1"}
+    bootstrap: dict[str, Any] = {"input_address": "", "output_address": ""}
+    modes = [(HandshakeOwner, handshake), (Bootstrapped, bootstrap)]
+    having = [(mode, given) for mode, given in modes if name in mode.__annotations__]
+
+    for mode, given in having:
+        with pytest.raises(TypeError, match=f"^{name} must be {wanted}"):
+            mode(**{**given, name: value})
+
+    assert having
 
 
 @pytest.mark.parametrize(

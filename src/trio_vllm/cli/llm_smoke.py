@@ -22,7 +22,7 @@ from trio_vllm.cli.smoke_options import (
 app = new_app(
     "llm-smoke",
     "Check headless vLLM engines end to end, over their own protocol.\n\n"
-    "An engine serves one connection in its life: start a fresh one for each run, or let --spawn do"
+    "A real engine serves one connection in its life: start a fresh one for each run, or let --spawn do"
     " it.\n\n"
     "Options are also read from the environment (LLM_SMOKE_MAX_TOKENS=3) and from a TOML file"
     " (--config). Exit codes: 0 passed, 1 failed, 2 wrong usage, 130 stopped by SIGINT, 143 by"

@@ -138,7 +138,7 @@ class _Run:
     async def run(self, smokes: Sequence[tuple[Report, Smoke]]) -> None:
         """Run each smoke on fresh engines, if they are ours to start; else all on the same.
 
-        An engine serves one connection in its life.
+        A real engine serves one connection in its life.
         """
         await trio.lowlevel.checkpoint()
         batches = [[smoke] for smoke in smokes]

@@ -303,6 +303,8 @@ async def open_client(
     Cancellation:
       Leaves nothing behind, at any point.
     """
+    if isinstance(mode, str):
+        raise TypeError(f"a mode is no string: write HandshakeOwner({mode!r})")
     if client_index and mode.is_for_one_client:
         raise ConfigurationError(
             f"client_index must be 0, not {client_index}: these engines are told one output address,"

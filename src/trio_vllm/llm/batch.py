@@ -90,7 +90,8 @@ class BatchResults(Generic[R, O]):
     def unanswered(self) -> Sequence[R]:
         """The requests that were taken and whose pairs have not come, in the order of the requests.
 
-        After the last engine has died, these and what is left of the requests are still to be done.
+        After the last engine has died, these and what is left of the requests are still to be done;
+        in order, that includes those that were answered behind one that was not.
         """
         return list(self._undelivered.values())
 
@@ -101,7 +102,8 @@ class BatchResults(Generic[R, O]):
         """Wait for the next pair.
 
         Raises:
-          EngineDeadError: No engine is left, and all pairs there were have come.
+          EngineDeadError: No engine is left, and all pairs there were have come, in order those up to
+            the first that is missing.
           ClientClosedError: The client was closed, likewise.
           trio.BusyResourceError: Another task is iterating.
           Exception: What iterating over the requests raised, after the pairs of those before.
@@ -122,12 +124,12 @@ class BatchResults(Generic[R, O]):
         return self._undelivered.pop(number), self._ready.pop(number)  # noqa: ASYNC910
 
     def _next_number(self) -> int | None:
-        if self._ordered and not self._has_ended:
+        if self._ordered:
             return self._delivered_count if self._delivered_count in self._ready else None
         return next(iter(self._ready), None)
 
     def _is_over(self) -> bool:
-        return self._has_ended and not self._ready
+        return self._has_ended and self._next_number() is None
 
     # Sending ------------------------------------------------------------------------------------
 
@@ -145,11 +147,10 @@ class BatchResults(Generic[R, O]):
             self._end()
 
     def _end(self) -> None:
-        """Deliver what there is, with gaps where requests were given up; then the failure."""
+        """Let the caller get what there is, in order up to the first request given up; then the failure."""
         failure = self._service.failure
         if failure is not None and self._is_cut_short():
             self._failure = copy_error(failure)
-        self._ready = dict(sorted(self._ready.items())) if self._ordered else self._ready
         self._has_ended = True
         self._waker.wake()
 

@@ -49,6 +49,7 @@ from trio_vllm.llm.request import (
     PromptRequest,
     RequestIds,
     check_kind,
+    check_many,
     to_engine_requests,
     to_pooling_request,
 )
@@ -304,6 +305,9 @@ class Llm:
           Aborts the request.
         """
         check_kind("generate", request, GenerateRequest)
+        return await self._complete(request)
+
+    async def _complete(self, request: GenerateRequest) -> GenerateOutput:
         generation = await self._begin(request, FINAL_ONLY)
         try:
             await generation.wait_ended()
@@ -380,7 +384,9 @@ class Llm:
         Args:
           requests: Taken from one by one, as there is room; may be endless.
           limit: How many requests may be in flight or wait to be taken out of the iterator.
-          ordered: Whether the pairs come in the order of the requests, instead of as they end.
+          ordered: Whether the pairs come in the order of the requests, instead of as they end. When
+            no engine is left, none comes behind one that is missing: what has come is the
+            beginning of the requests. What was answered behind it is unanswered, too.
           retries: How often a request is sent again whose engine has died meanwhile, if another
             one lives.
 
@@ -390,9 +396,15 @@ class Llm:
         Cancellation:
           Aborts what is in flight.
         """
+        check_many("map", requests)
+
+        async def complete(request: GenerateRequest) -> GenerateOutput:
+            check_kind("map", request, GenerateRequest)
+            return await self._complete(request)
+
         results = BatchResults(
             requests,
-            self.generate,
+            complete,
             self.client,
             limit=limit,
             ordered=ordered,

@@ -71,7 +71,7 @@ class GenerateRequest(PromptRequest):
         validator=_has_class(EngineCoreSamplingParams),
     )
     """``n`` completions are as many engine requests; the seed of the i-th is ``seed + i``.
-    ``max_tokens=None`` is what the model's context leaves."""
+    ``max_tokens`` is 16 unless it is stated; None is what the model's context leaves."""
     reasoning_parser_kwargs: dict[str, Any] | None = attrs.field(default=None, kw_only=True)
     reasoning_ended: bool | None = attrs.field(default=None, kw_only=True)
 
@@ -88,6 +88,13 @@ def check_kind(method: str, request: object, kind: type[PromptRequest]) -> None:
     if not isinstance(request, kind):
         wanted, got = _with_article(kind.__name__), _with_article(type(request).__name__)
         raise TypeError(f"{method} takes {wanted}(...), not {got}")
+
+
+def check_many(method: str, requests: object) -> None:
+    """Refuse one request where many are wanted, with a `TypeError`."""
+    if isinstance(requests, PromptRequest):
+        got = _with_article(type(requests).__name__)
+        raise TypeError(f"{method} takes many requests, not {got}: write {method}([request])")
 
 
 def _with_article(name: str) -> str:

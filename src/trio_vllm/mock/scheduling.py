@@ -556,6 +556,7 @@ class Scheduler:
 
     def _schedule_running(self, requests: list[ScheduledRequest], step: Step) -> None:
         """Schedule running requests one by one; some of them may be preempted for others."""
+        block_size = self._cache.block_size
         for request in requests:
             if step.budget <= 0:
                 break
@@ -564,7 +565,11 @@ class Scheduler:
             num_tokens = self._next_chunk(request, step)
             if not num_tokens:
                 continue
-            if self._make_room(request, num_tokens, step):
+            # One more token that neither begins a block nor fills it asks for nothing.
+            is_within = (
+                num_tokens == 1 and 0 < request.num_computed_tokens % block_size < block_size - 1
+            )
+            if is_within or self._make_room(request, num_tokens, step):
                 step.give(request, num_tokens)
                 step.goes_on_with_prefill |= request.is_prefill_chunk
                 self._spend_drafts(request, step)

@@ -456,7 +456,7 @@ class SimulatedScheduler:
         """Nothing is kept between two steps that depends on a template."""
 
 
-GRANULARITY, GRANULARITY_PER_REQUEST = 0.0005, 0.000002
+GRANULARITY, GRANULARITY_PER_REQUEST = 0.0005, 0.000004
 """Seconds between two looks at the requests, at least: tokens that are due in between come a little
 late, and those after them do not."""
 

@@ -205,8 +205,8 @@ GENERATION_CONFIG = {
 class SamplingParams:
     """How to sample one request. Defaults are the engine's own.
 
-    ``max_tokens=None`` means "up to the model's context": `Llm` fills it in, a bare engine
-    refuses it. There is no ``ignore_eos``: the engine stops at ``eos_token_id`` and at
+    ``max_tokens`` is 16 unless it is stated. None means "up to the model's context": `Llm` fills it
+    in, a bare engine refuses it. There is no ``ignore_eos``: the engine stops at ``eos_token_id`` and at
     ``stop_token_ids`` and knows no other end of text, so leave ``eos_token_id`` unset instead.
     """
 
@@ -227,6 +227,7 @@ class SamplingParams:
     seed: Int64 | None = None
     stop_token_ids: Sequence[UInt32] | None = None
     max_tokens: Count | None = 16
+    """Tokens after which a completion ends at the latest."""
     min_tokens: UInt32 = 0
     logprobs: CountOrAll | None = None
     """Log probabilities per output token besides the sampled one; -1 is the whole vocabulary."""

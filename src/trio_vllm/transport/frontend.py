@@ -11,6 +11,7 @@ import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
+from numbers import Integral, Real
 from typing import Any
 
 import attrs
@@ -93,6 +94,7 @@ class HandshakeOwner:
     """
 
     def __attrs_post_init__(self) -> None:
+        _check_types(self)
         _check_engines(0, self.engine_count, MAX_ENGINES)
         _check_settings(self.parallel_config)
         _check_times(self)
@@ -223,6 +225,7 @@ class Bootstrapped:
     """See `HandshakeOwner.heartbeat_timeout`."""
 
     def __attrs_post_init__(self) -> None:
+        _check_types(self)
         size = MAX_ENGINES if self.data_parallel_size is None else self.data_parallel_size
         _check_engines(self.engine_start_index, self.engine_count, min(size, MAX_ENGINES))
         _check_times(self)
@@ -286,6 +289,28 @@ class Bootstrapped:
             phase = "the connection to the coordinator"
             raise StartupError(phase, seconds=self.ready_timeout, notes=[connection.state])
         return FollowerChannels(socket, socket, connection)
+
+
+KINDS: Mapping[str, tuple[Any, str]] = {
+    "str": (str, "a string"),
+    "str | None": (str | None, "a string"),
+    "int": (Integral, "an integer"),
+    "int | None": (Integral | None, "an integer"),
+    "float": (Real, "a number of seconds"),
+    "bool": (bool, "True or False"),
+    "Mapping[str, int | str | list[int]]": (Mapping, "a mapping"),
+}
+"""What the fields of a mode must be, and what is said if they are not, by their annotations."""
+
+
+def _check_types(mode: HandshakeOwner | Bootstrapped) -> None:
+    for field in attrs.fields(type(mode)):
+        kind, wanted = KINDS[str(field.type)]
+        value = getattr(mode, field.name)
+        if not isinstance(value, kind):
+            if field.name.endswith("_address"):
+                wanted += " such as 'tcp://127.0.0.1:29550'"
+            raise TypeError(f"{field.name} must be {wanted}, not {value!r}")
 
 
 def _check_engines(start: int, count: int, limit: int) -> None:

@@ -176,7 +176,10 @@ class StartupRun:
         if self._handshake is None:
             return [f"{text}{SERVED_BEFORE}"]
         port = socket.address.rpartition(":")[2] if socket.address.startswith("tcp:") else "PORT"
-        return [f"{text} is it started with --data-parallel-rpc-port {port}?{SERVED_BEFORE}"]
+        return [
+            f"{text} is it started with --data-parallel-rpc-port {port} (a mock with"
+            f" --handshake-address {socket.address})?{SERVED_BEFORE}"
+        ]
 
     # What comes ---------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ A message is taken, or handed over, in one synchronous step, after which nothing
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -213,7 +214,13 @@ class ZmqSocket:
         except zmq.ZMQError as error:
             if error.errno == zmq.EADDRINUSE:
                 raise AddressInUseError(address) from error
-            raise translate_error(error, f"cannot listen on {address}") from error
+            failure = f"cannot listen on {address}"
+            if error.errno in {errno.EADDRNOTAVAIL, errno.ENODEV}:
+                raise ConfigurationError(
+                    f"{failure}: {zmq.strerror(error.errno)}; it must be an IP address of this host,"
+                    " which the other side dials"
+                ) from error
+            raise translate_error(error, failure) from error
         finally:
             os.umask(mask)
         self.address = self._raw.get_string(zmq.LAST_ENDPOINT)
