@@ -313,7 +313,7 @@ def test_the_longer_a_peer_keeps_up_the_less_is_lent() -> None:
     budget.add_lent(Lent(), 100_000)
     now = 0.03
     assert budget.is_full
-    assert copy_until_lent(budget) == 4
+    assert copy_until_lent(budget) == 2
     assert budget.may_copy(BUDGETED_SIZE - 1)
 
 

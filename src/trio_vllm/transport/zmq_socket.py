@@ -68,12 +68,12 @@ class SendBudget:
     ØMQ bounds what waits by the number of messages, whatever their size, and does not report when
     one of them is out. But memory that is lent to it, it gives back. To lend costs twenty times as much
     as to copy some kilobytes, so only one message in so many bytes is lent: when it is out, all that
-    were sent before are. There are more bytes to it the longer the peer keeps up. Only where one would be
-    lent is it asked whether there is room.
+    were sent before are. There are more bytes to it the longer the peer keeps up. Whether
+    there is room is asked each time that some have been copied.
     """
 
     _least: int
-    """Bytes that may wait even if the peer takes nothing, and half as many that are copied."""
+    """Bytes that may wait even if the peer takes nothing, and up to a quarter more."""
     _most: int = 16 * 1024 * 1024
     _delay: float = 0.02
     """Seconds in which the peer should take what waits, if it is more than the least."""
@@ -82,6 +82,10 @@ class SendBudget:
     _size: int = attrs.field(default=0, init=False)
     _copied: int = attrs.field(default=0, init=False)
     """Bytes since the last message that was lent."""
+    _next_look: int = attrs.field(
+        default=attrs.Factory(lambda self: self._least // 4, takes_self=True), init=False
+    )
+    """How many of them there are when it is to be asked again whether there is room."""
     _copied_most: int = attrs.field(
         default=attrs.Factory(lambda self: self._least // 2, takes_self=True), init=False
     )
@@ -105,9 +109,16 @@ class SendBudget:
 
     def may_copy(self, size: int) -> bool:
         """Whether a message of this size may be sent as it is, and none has to be lent now."""
-        return size < BUDGETED_SIZE or (
-            size < ZERO_COPY_SIZE and self._copied + size < self._copied_most
-        )
+        if size < BUDGETED_SIZE:
+            return True
+        copied = self._copied + size
+        if size >= ZERO_COPY_SIZE or copied >= self._copied_most:
+            return False
+        if copied >= self._next_look:
+            if self.is_full:
+                return False
+            self._next_look = copied + self._least // 4
+        return True
 
     def add_copied(self, size: int) -> None:
         """Count a message that was copied."""
@@ -122,7 +133,7 @@ class SendBudget:
             self._copied_most = min(self._copied_most * 2, self._most // 16)
         self._lent.append(_Lent(tracker, self._copied + size, self._clock()))
         self._size += size
-        self._copied = 0
+        self._copied, self._next_look = 0, self._least // 4
 
 
 def track(frame: Buffer) -> tuple[zmq.Frame, zmq.MessageTracker]:
