@@ -137,7 +137,7 @@ class Log:
             text,
         )
         how = Counter(end for _, end, _, _ in ended)
-        self.started = len(re.findall("request started ", text))
+        self.started = len(re.findall("request taken ", text))
         self.finished, self.aborted = how["finished"], how["aborted"]
         self.served = Counter(int(engine) for engine, end, _, _ in ended if end == "finished")
         self.tokens = sum(int(tokens) for _, _, _, tokens in ended)

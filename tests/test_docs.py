@@ -6,6 +6,7 @@ import ast
 import asyncio
 import logging
 import os
+import pydoc
 import re
 import subprocess
 import sys
@@ -105,7 +106,7 @@ def test_all_pieces_are_here() -> None:
         "howto/metrics.md": 3,
         "howto/simulate.md": 1,
         "howto/spawn.md": 2,
-        "howto/testing.md": 4,
+        "howto/testing.md": 5,
     }
 
 
@@ -207,9 +208,10 @@ async def test_an_engine_that_is_started_again(
     assert "starting the engine again: engine 0 is dead" in caplog.text
 
 
-def test_a_test(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", range(3))
+def test_a_test(number: int, tmp_path: Path) -> None:
     """A user's own, with the plugin's fixture."""
-    piece, *_ = blocks("howto/testing.md")
+    piece = blocks("howto/testing.md")[number]
     (tmp_path / "test_it.py").write_text(piece, encoding="utf-8")
     (tmp_path / "pytest.ini").write_text("[pytest]\ntrio_mode = true\n", encoding="utf-8")
     plugin = () if is_plugin_installed() else ("-p", "trio_vllm.testing.plugin")
@@ -247,6 +249,19 @@ async def test_a_frontend_double(tmp_path: Path) -> None:
         names = await run(piece, request=request, open_frontend=open_frontend)
 
     assert sum(len(output.new_token_ids) for output in names["outputs"]) == 4
+
+
+def test_help_that_is_named() -> None:
+    """It shows the fields or parameters, where a reader has no built pages."""
+    pages = sorted((DOCS / "reference").glob("*.md"))
+    texts = [page.read_text(encoding="utf-8") for page in pages]
+    commands = [code for text in texts for code in re.findall(r"`python -c '(.*)'`", text)]
+    shown: list[str] = []
+    for code in commands:
+        exec(code, {"help": lambda thing: shown.append(pydoc.render_doc(thing))})
+
+    assert len(shown) == sum("```{eval-rst}" in text for text in texts)
+    assert all(len(text) > 1000 for text in shown)
 
 
 # Files --------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def check_vanished_host(frontend: Host, pods: Sequence[Host]) -> None:
     with ExitStack() as stack:
         first, _ = [stack.enter_context(engine(*each, frontend)) for each in enumerate(pods)]
         with smoke(frontend, "generate", 2, "--max-tokens=1000000") as generate:
-            first.wait_for_line("request started")
+            first.wait_for_line("request taken")
             pods[0].unplug()
             begin = time.monotonic()
             expect("the exit code", generate.wait_for_exit(VANISHED_LIMIT + 30), 1)

@@ -10,8 +10,8 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import attrs
@@ -23,6 +23,7 @@ from trio_vllm.errors import (
     EngineCommandEndedError,
     EngineCommandError,
     EngineDeadError,
+    StartupError,
 )
 from trio_vllm.processes import (
     ChildProcess,
@@ -31,7 +32,7 @@ from trio_vllm.processes import (
     child_process,
     end_in_words,
 )
-from trio_vllm.transport import EngineChannels, HandshakeOwner
+from trio_vllm.transport import SERVED_BEFORE, EngineChannels, HandshakeOwner
 
 _log = logging.getLogger("trio_vllm.spawn")
 
@@ -266,7 +267,7 @@ class SpawnedEngine:
         run.is_used = True
         owner = attrs.evolve(self._owner, handshake_address=run.address)
         startup = _Startup(run)
-        with startup.scope:
+        with startup.scope, _of_fresh_engines():
             async with running(startup.watch), owner.connect() as channels:
                 startup.is_over = True
                 try:
@@ -309,6 +310,16 @@ class _Startup:
         if not self.is_over:
             self.how_ended = how
             self.scope.cancel(reason=how)
+
+
+@contextmanager
+def _of_fresh_engines() -> Iterator[None]:
+    """Do not ask in a failure whether engines that we have just started have served another frontend."""
+    try:
+        yield
+    except StartupError as error:
+        error.notes = [note.removesuffix(SERVED_BEFORE) for note in error.notes]
+        raise
 
 
 async def _tell_end(run: _Run, error: EngineDeadError) -> None:

@@ -239,13 +239,26 @@ async def test_junit_of_smokes_that_were_not_run(run_smoke: RunSmoke, tmp_path: 
     assert len(root.findall(".//skipped")) == 2
 
 
+UNWRITTEN = "cannot write /dev/full: No space left on device"
+
+
 def test_junit_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
     """Is a failure: the system that wants it would take the old one."""
     assert main(["generate", "--mock", "-q", "--junit", "/dev/full"]) == 1
 
-    assert capsys.readouterr().err == (
-        "llm-smoke: cannot write /dev/full: No space left on device\n"
-    )
+    assert capsys.readouterr().err == f"llm-smoke: {UNWRITTEN}\n"
+
+
+@pytest.mark.parametrize("command", ["generate", "all"])
+def test_json_of_a_run_whose_junit_cannot_be_written(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says what the exit code says."""
+    assert main([command, "--mock", "--json", "--junit", "/dev/full"]) == 1
+
+    document = json.loads(capsys.readouterr().out)
+    names = ("passed", "result", "failure", "failure_kind")
+    assert [document[name] for name in names] == [False, "failed", UNWRITTEN, "OSError"]
 
 
 @pytest.mark.parametrize(

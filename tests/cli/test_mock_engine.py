@@ -217,7 +217,7 @@ def test_profiles_hold_where_nothing_else_is_given(tmp_path: Path) -> None:
     [
         (["--tokenizer", "/nowhere"], "--tokenizer. "),
         (["--num-speculative-tokens", "2", "--acceptance-rate", "2"], "--acceptance-rate"),
-        (["--acceptance-rate", "0.5"], "takes num_speculative_tokens"),
+        (["--acceptance-rate", "0.5"], "takes --num-speculative-tokens"),
         (
             ["--output", "song"],
             "--output. Must be one of random, prompt, echo or a file of answers",
@@ -236,10 +236,10 @@ def test_profiles_hold_where_nothing_else_is_given(tmp_path: Path) -> None:
         (["--engine-start-index", "65535", "--engine-count", "2"], "index would be 65536"),
         (["--seed", "-1"], "--seed"),
         (["--max-model-len", "0"], "--max-model-len"),
-        (["--max-lora-rank", "8"], "max_lora_rank 8 takes max_loras"),
+        (["--max-lora-rank", "8"], "--max-lora-rank 8 takes --max-loras"),
         (["--pd-role", "neither"], "--pd-role"),
-        (["--kv-lease-duration", "9"], "kv_lease_duration takes pd_role"),
-        (["--pd-role", "decode", "--kv-lease-duration", "9"], "contradicts pd_role decode"),
+        (["--kv-lease-duration", "9"], "--kv-lease-duration takes --pd-role"),
+        (["--pd-role", "decode", "--kv-lease-duration", "9"], "contradicts --pd-role decode"),
         (["--pd-role", "both", "--kv-side-channel-port", "0"], "--kv-side-channel-port"),
         (["--supported-tasks", "generate,embedding"], "unknown task 'embedding'"),
         (["--dtype", "int8"], "--dtype"),
@@ -252,10 +252,14 @@ def test_profiles_hold_where_nothing_else_is_given(tmp_path: Path) -> None:
         (["--heartbeat-timeout", "0"], "--heartbeat-timeout"),
         (["--step-time", "fast"], "--step-time"),
         (["--step-time", "-1ms"], "--step-time"),
-        (["--max-model-len", "4096", "--num-gpu-blocks", "9"], "num_gpu_blocks 9 are too few"),
-        (["--max-num-batched-tokens", "9"], "less than max_num_seqs 256"),
-        (["--long-prefill-token-threshold", "9000"], "more than max_num_batched_tokens 8192"),
-        (["--no-enable-chunked-prefill"], "less than max_model_len 1048576"),
+        (["--max-model-len", "4096", "--num-gpu-blocks", "9"], "--num-gpu-blocks 9 are too few"),
+        (
+            ["--max-model-len", "4096", "--num-gpu-blocks", "9"],
+            "; set --max-model-len to 128 or less",
+        ),
+        (["--max-num-batched-tokens", "9"], "less than --max-num-seqs 256"),
+        (["--long-prefill-token-threshold", "9000"], "more than --max-num-batched-tokens 8192"),
+        (["--no-enable-chunked-prefill"], "less than --max-model-len 1048576"),
         (["--schedule", "--output-token-chunk-size", "2"], "contradicts a schedule"),
         (["--scheduling-policy", "lottery"], "--scheduling-policy"),
         (["--inter-token-latency", "1s", "--step-time", "1s"], "one kind only"),
@@ -352,7 +356,7 @@ async def test_a_signal_ends_it_cleanly(address: str, number: int) -> None:
             code, log = await trio.to_thread.run_sync(end, process, number)
 
     assert code == 0
-    assert len(re.findall("request started request_id=it-.* max_tokens=5", log)) == 3
+    assert len(re.findall("request taken request_id=it-.* max_tokens=5", log)) == 3
     assert len(re.findall("request finished request_id=it-.* output_tokens=5", log)) == 3
     assert re.search(
         r"summary: requests=3 tokens=15 tokens_per_second=\d+ finished=3 aborted=0 errors=0", log

@@ -49,6 +49,16 @@ def test_the_log_is_not_shown_otherwise(capfd: pytest.CaptureFixture[str]) -> No
     assert "engine: " not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("limit", ["--ready-timeout-secs", "--timeout"])
+def test_an_engine_of_ours_has_served_nobody(limit: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """So it is not asked for when it does not come in time."""
+    assert main(["generate", limit, "0.3", "--spawn", "--", "sleep", "60", "{port}"]) == 1
+
+    err = capfd.readouterr().err
+    assert "no engine has connected to tcp://127.0.0.1:" in err
+    assert re.search(r"--handshake-address tcp://127\.0\.0\.1:\d+\)\?$", err.strip())
+
+
 def test_an_early_end_is_reported_at_once(capfd: pytest.CaptureFixture[str]) -> None:
     """With its exit code and last words; nobody waits for HELLO any more."""
     begin = time.monotonic()

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import trio
 from tests.mock.driver import pack_add, raw_request
@@ -24,6 +25,7 @@ from trio_vllm import (
     HandshakeOwner,
     InternalError,
     SamplingParams,
+    StartupError,
     open_client,
 )
 from trio_vllm.errors import UnsupportedFieldError
@@ -45,7 +47,7 @@ from trio_vllm.protocol import (
     decode_report,
     encode_init,
 )
-from trio_vllm.transport import EngineLingers
+from trio_vllm.transport import EngineLingers, join_frontend
 from trio_vllm.transport.zmq_context import open_context
 
 TIMEOUT = 10.0
@@ -163,6 +165,45 @@ async def test_starting_waits_until_all_have_joined(folder: Path) -> None:
         nursery.cancel_scope.cancel()
 
 
+async def test_an_engine_loads_once_between_init_and_ready(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The frontend that waits for it has its HELLO; the next one need not wait."""
+    loading_times: list[float] = []
+
+    def join(*args: Any, loading_time: float, **options: Any) -> Any:
+        loading_times.append(loading_time)
+        return join_frontend(*args, loading_time=loading_time, **options)
+
+    monkeypatch.setattr("trio_vllm.mock.serve.join_frontend", join)
+    serving = Serving(options_for(folder), startup_duration=0.4, time_scale=0.5)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(serving.run)
+        begin = trio.current_time()
+        async with open_client(owner(serving.options)):
+            assert trio.current_time() - begin >= 0.2
+        async with open_client(owner(serving.options)):
+            assert loading_times == [0.2, 0.0]
+        serving.shutdown.set()
+
+
+async def test_a_frontend_may_leave_while_an_engine_loads(folder: Path) -> None:
+    """Both are told what was waited for."""
+    serving = Serving(options_for(folder, reconnect=False), startup_duration=1e6)
+
+    async def serve() -> None:
+        with pytest.raises(EngineDeadError, match="while waiting for its model to load"):
+            await serving.run()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(serve)
+        impatient = attrs.evolve(owner(serving.options), ready_timeout=0.5)
+        with pytest.raises(StartupError, match="READY") as caught:
+            await open_client(impatient).__aenter__()
+
+    assert caught.value.missing_engines == [0]
+
+
 async def test_the_next_frontend_is_served_as_well(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -181,7 +222,7 @@ async def test_the_next_frontend_is_served_as_well(
     lines = caplog.text
     assert "engine 1: serving 1 client(s)" in lines
     assert "engine 1: the frontend has gone" in lines
-    assert "request started request_id='life 2' prompt_len=2 max_tokens=3 chunk_size=1" in lines
+    assert "request taken request_id='life 2' prompt_len=2 max_tokens=3 chunk_size=1" in lines
     assert "request finished request_id='life 2' prompt_len=2 output_tokens=3" in lines
     assert "finish_reason=length" in lines
 

@@ -1,5 +1,6 @@
 """Engines that take time, in virtual time: nothing waits."""
 
+import itertools
 import re
 import statistics
 from typing import Any
@@ -186,6 +187,82 @@ def test_preempted_requests_get_all_their_tokens() -> None:
     times = run(driver)
     assert [len(times[name]) for name in ("a", "b")] == [10, 10]
     assert times["b"][-1] > times["a"][-1]
+
+
+def test_a_wait_for_blocks_is_not_the_machines() -> None:
+    """The times of a preempted request begin anew with its admission."""
+    driver = timed(
+        time_to_first_token=0.1,
+        inter_token_latency=0.02,
+        max_num_seqs=2,
+        num_gpu_blocks=5,
+        block_size=16,
+        max_model_len=64,
+    )
+    add(driver, "a", 40, prompt_token_ids=prompt(20))
+    add(driver, "b", 40, prompt_token_ids=prompt(20, first=100))
+    times = run(driver)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times["b"])]
+    assert driver.engine.summary.seconds_behind == 0
+    assert driver.engine.summary.preemptions > 0
+    assert times["b"][-1] > times["a"][-1]
+    assert min(gaps) == pytest.approx(0.02)
+    assert sum(gap > 0.021 for gap in gaps) == 1
+
+
+PACES: list[dict[str, Any]] = [{"inter_token_latency": 0.02}, {"step_time": 0.02}]
+"""Of a request and of a step."""
+
+
+@pytest.mark.parametrize("times", PACES, ids=["request", "step"])
+@pytest.mark.parametrize(
+    ("stop", "go_on"),
+    [
+        (("pause_scheduler", "keep", False), "resume_scheduler"),
+        (("pause_scheduler", "keep", True), "resume_scheduler"),  # which preempts all
+        (("sleep", 1, "keep"), "wake_up"),
+    ],
+    ids=["paused", "preempted", "asleep"],
+)
+def test_a_pause_is_not_the_machines(
+    times: dict[str, Any], stop: tuple[Any, ...], go_on: str
+) -> None:
+    """What runs goes on after it with the gaps that were asked for."""
+    driver = timed(**times)
+    add(driver, "a", 10)
+    run(driver, until=START + 0.05)
+    driver.now -= 0.25
+    driver.post(*stop)
+    run(driver)
+    driver.now += 10
+    driver.post(go_on)
+    resumed = driver.now - START
+    came = run(driver)["a"]
+    assert driver.engine.summary.seconds_behind == 0
+    assert len(came) > 5
+    assert came == pytest.approx([resumed + 0.02 * n for n in range(1, 1 + len(came))])
+
+
+@pytest.mark.parametrize("times", PACES, ids=["request", "step"])
+@pytest.mark.parametrize("is_aborted", [False, True], ids=["released", "aborted"])
+def test_a_wait_for_a_client_is_not_the_machines(times: dict[str, Any], is_aborted: bool) -> None:
+    """It ends when the client has caught up, or when its requests are aborted."""
+    driver = timed(client_count=2, **times)
+    add(driver, "a", 10)
+    add(driver, "b", 10, client_index=1)
+    run(driver, until=START + 0.05)
+    driver.engine.hold_clients(frozenset({1}), driver.now)
+    run(driver)
+    driver.now += 10
+    if is_aborted:
+        driver.abort("b")
+    else:
+        driver.engine.hold_clients(frozenset(), driver.now)
+    released = driver.now - START
+    came = run(driver)["a"]
+    assert driver.engine.summary.seconds_behind == 0
+    assert len(came) > 5
+    assert came == pytest.approx([released + 0.02 * n for n in range(len(came))])
 
 
 def test_pauses_during_a_step_lose_nothing() -> None:

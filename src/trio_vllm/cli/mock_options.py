@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -153,7 +154,11 @@ class MockOptions:
         options = {**_options_of_profile(like, profile), **options}
         engine = {name: options.pop(name) for name in _names(MockEngineConfig) & options.keys()}
         serving = {name: options.pop(name) for name in _names(ServeOptions) & options.keys()}
-        return cls(engine=MockEngineConfig(**engine), serving=ServeOptions(**serving), **options)
+        try:
+            config, serve = MockEngineConfig(**engine), ServeOptions(**serving)
+        except ConfigurationError as error:
+            raise ConfigurationError(_with_options(str(error))) from error
+        return cls(engine=config, serving=serve, **options)
 
     def __attrs_post_init__(self) -> None:
         count = self.processes
@@ -191,6 +196,16 @@ def _options_of_profile(like: str | None, profile: Path | None) -> dict[str, Any
     from trio_vllm.mock import load_profile
 
     return load_profile(name)
+
+
+def _with_options(fault: str) -> str:
+    """The same text with the options of a command in the place of the fields."""
+    fields = _names(MockEngineConfig) | _names(ServeOptions)
+    names = "|".join(sorted(name for name in fields if "_" in name))
+    # A whole word, and no part of a path.
+    return re.sub(
+        rf"(?<!\S)(?:{names})(?![^\s:,;])", lambda found: f"--{found[0].replace('_', '-')}", fault
+    )
 
 
 def _names(cls: type[Any]) -> set[str]:

@@ -127,18 +127,26 @@ def _jsonable(value: Any) -> Any:
 # Several reports ----------------------------------------------------------------------------------
 
 
-def as_json(reports: Sequence[Report], *, full: bool) -> str:
-    """One object: the only report, or all under the names of their smokes."""
-    if len(reports) == 1:
-        return json.dumps(reports[0].as_dict(full=full), allow_nan=False)
-    document = {
+def as_json(reports: Sequence[Report], *, full: bool, fault: str | None = None) -> str:
+    """One object: the only report, or all under the names of their smokes.
+
+    ``fault`` is why a run has failed whose smokes have passed.
+    """
+    document = reports[0].as_dict(full=full) if len(reports) == 1 else _of_all(reports, full=full)
+    if fault is not None and document["passed"]:
+        document |= {"passed": False, "result": "failed", "failure": fault}
+        document["failure_kind"] = "OSError"
+    return json.dumps(document, allow_nan=False)
+
+
+def _of_all(reports: Sequence[Report], *, full: bool) -> dict[str, Any]:
+    return {
         "passed": all(report.passed for report in reports),
         "skipped": [report.name for report in reports if report.result == "skipped"],
         "seconds": round(sum(report.seconds for report in reports), 3),
         "trio_vllm_version": version(),
         "smokes": {report.name: report.as_dict(full=full) for report in reports},
     }
-    return json.dumps(document, allow_nan=False)
 
 
 def print_verdicts(reports: Sequence[Report]) -> None:

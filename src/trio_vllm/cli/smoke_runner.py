@@ -405,24 +405,25 @@ def _print_failures(reports: list[Report], options: SmokeOptions) -> None:
 
 def _write_results(reports: list[Report], options: SmokeOptions) -> int:
     """Write the file that was asked for, and the verdict; `FAILED` if the file cannot be written."""
-    failed = _write_junit(reports, options)
+    fault = _write_junit(reports, options)
     if options.prints_json:
-        write_output(as_json(reports, full=options.json_full))
+        write_output(as_json(reports, full=options.json_full, fault=fault))
     elif len(reports) > 1 and not options.quiet:
         print_verdicts(reports)
-    return failed
+    return 0 if fault is None else FAILED
 
 
-def _write_junit(reports: list[Report], options: SmokeOptions) -> int:
-    """Write the file that was asked for; `FAILED` if that fails."""
+def _write_junit(reports: list[Report], options: SmokeOptions) -> str | None:
+    """Write the file that was asked for; why that has failed, if it has."""
     if options.junit is None:
-        return 0
+        return None
     try:
         options.junit.write_text(as_junit(reports) + "\n", encoding="utf-8")
     except OSError as error:
-        print_line(NAME, f"cannot write {options.junit}: {error.strerror}")
-        return FAILED
-    return 0
+        fault = f"cannot write {options.junit}: {error.strerror}"
+        print_line(NAME, fault)
+        return fault
+    return None
 
 
 def _reason(error: Exception) -> str:

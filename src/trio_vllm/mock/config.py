@@ -295,7 +295,7 @@ class MockEngineConfig:
     """
 
     log_requests: bool = False
-    """Log a line for each request that starts or ends."""
+    """Log a line for each request that is taken, though it may have to wait, and for each that is over."""
 
     output_token_chunk_size: int = attrs.field(
         default=1, validator=_integer(1, 2**16 - 1), metadata=TOKENS
@@ -495,7 +495,7 @@ class MockEngineConfig:
     startup_duration: float = attrs.field(
         default=0.0, converter=to_seconds, validator=_finite_seconds, metadata=LIFE
     )
-    """Time from the start until the engines join, as if they loaded weights."""
+    """Time from the first frontend's INIT to READY, as if the engines loaded weights."""
     time_scale: float = attrs.field(default=1.0, validator=_scale, metadata=LIFE)
     """All times that an engine takes are multiplied by it: of a schedule, of KV transfers, the startup,
     and the interval of steps."""
@@ -618,9 +618,11 @@ class MockEngineConfig:
     def _contradictions_in_schedule(self) -> Iterator[str]:
         budget, length = self.max_num_batched_tokens, self.max_model_len
         if self.num_blocks < self._blocks_of_longest:
+            longest = max(1, (self.num_blocks - 1) * self.block_size)
             yield (
                 f"num_gpu_blocks {self.num_blocks} are too few for one request of max_model_len"
-                f" {length}: with block_size {self.block_size} it takes {self._blocks_of_longest}"
+                f" {length}: with block_size {self.block_size} it takes {self._blocks_of_longest};"
+                f" set max_model_len to {longest} or less"
             )
         if budget < self.max_num_seqs:
             yield (

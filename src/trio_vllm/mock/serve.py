@@ -175,8 +175,7 @@ class _Service:
 
     async def _run_engine(self, engine_index: int, feeds: _Feeds) -> None:
         """Serve one frontend after the other."""
-        with trio.move_on_after(self._config.startup_duration * self._config.time_scale):
-            await self._shutdown.wait()
+        await trio.lowlevel.checkpoint()
         while not self._shutdown.is_set():
             try:
                 gone = await self._serve_frontend(engine_index, feeds)
@@ -215,6 +214,7 @@ class _Service:
                     self._options.handshake_address,
                     engine_index=engine_index,
                     ready_response=partial(self._ready_response, engine_index),
+                    loading_time=self._loading_time(engine_index),
                     timeout=self._options.startup_timeout,
                     heartbeat_timeout=self._options.heartbeat_timeout,
                     output_high_water_mark=self._limits.output_high_water_mark,
@@ -228,6 +228,12 @@ class _Service:
             # It would come back to life if it joined the next one.
             raise EngineDeadError(engine_index, f"the frontend has gone after {session.death}")
         return session.lost_address
+
+    def _loading_time(self, engine_index: int) -> float:
+        """Seconds; an engine loads for its first frontend, and the next ones find it loaded."""
+        if engine_index not in self._missing:
+            return 0.0
+        return self._config.startup_duration * self._config.time_scale
 
     def _ready_response(self, engine_index: int, init: HandshakeInit) -> EngineCoreReadyResponse:
         if not self._has_joined:
@@ -441,7 +447,7 @@ def log_entries(engine_index: int, entries: Iterable[LogEntry]) -> None:
         match entry:
             case RequestStarted():
                 log.info(
-                    "engine %d: request started request_id=%s prompt_len=%d max_tokens=%d"
+                    "engine %d: request taken request_id=%s prompt_len=%d max_tokens=%d"
                     " chunk_size=%d",
                     engine_index,
                     _loggable(entry.request_id),

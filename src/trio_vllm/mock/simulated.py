@@ -101,6 +101,7 @@ class SimulatedScheduler:
         self._times = StepTimes.of(config)
         self._in_hand: Step | None = None
         self._due = 0.0
+        self._begun = -math.inf  # when the engine last had work again
         self._sampling: Iterator[int] | None = None  # of the step in hand, if it has begun
         self._sampled: dict[ScheduledRequest, Sampled] = {}
         self._lost = 0.0
@@ -257,7 +258,8 @@ class SimulatedScheduler:
         """No step is made without the scheduler."""
 
     def begin(self, now: float) -> None:
-        """A message came."""
+        """There may be work again: a message came, or a client is not late any more."""
+        self._begun = now
 
     def due(self, now: float) -> float:
         """When the step in hand ends, or the next one begins."""
@@ -282,7 +284,11 @@ class SimulatedScheduler:
         return finished
 
     def _keep_pace(self, due: float, now: float) -> float:
-        """The time that was due, unless that is too long ago; then time is lost."""
+        """The time that was due, unless that is too long ago; then time is lost.
+
+        The time in which a late client let the engine wait is not.
+        """
+        due = max(due, self._begun)
         kept = max(due, now - MAX_LAG)
         self._lost += kept - due
         return kept
@@ -477,7 +483,9 @@ class TimedRequests(SimulatedScheduler):
         """A heap of these, and of some that are not any more."""
         self._unscheduled: set[ScheduledRequest] = set()
         """Those that run and have something to compute."""
-        self._last: dict[ScheduledRequest, float] = {}  # when a request got its last token
+        self._last: dict[ScheduledRequest, float] = {}
+        """When those got their last token that have just got it. One that is scheduled later was preempted
+        or paused meanwhile: its times begin anew."""
         self._is_eager = False  # there may be something to schedule before a row is due
         self._looked_at = 0.0
 
@@ -488,7 +496,8 @@ class TimedRequests(SimulatedScheduler):
         return (has_rows or self._scheduler.has_work) and not self._is_stalled
 
     def begin(self, now: float) -> None:
-        """A message came: perhaps a request that can be admitted."""
+        """There may be work again: perhaps a request that can be admitted."""
+        super().begin(now)
         self._is_eager = True
 
     def add(self, request: Request, now: float) -> None:
@@ -535,6 +544,7 @@ class TimedRequests(SimulatedScheduler):
         self._is_eager, self._looked_at = False, now
         if self._scheduler.has_work:
             self._schedule(now, keep_stats=step is not None)
+        self._last.clear()
         return finished
 
     def _step_of_due(self, now: float) -> Step | None:
@@ -568,8 +578,9 @@ class TimedRequests(SimulatedScheduler):
 
     def _due_time(self, request: ScheduledRequest, now: float) -> float:
         member, running = self._by_scheduled[request], self._scheduler.num_running
-        times, key, last = self._request_times, member.request.key, self._last.get(request)
-        if last is not None:
+        times, key = self._request_times, member.request.key
+        if request.num_tokens > request.num_prompt_tokens:
+            last = self._last.get(request, now)
             return last + times.to_next_token(key, request.num_tokens, running)
         if request.was_fetched:
             return now  # the transfer is over

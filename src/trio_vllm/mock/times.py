@@ -95,7 +95,10 @@ class RequestTimes:
         return self.transfer.draw(key, 0) * self.scale
 
     def to_next_token(self, key: int, position: int, num_running: int) -> float:
-        """From the last token to the one at this position."""
+        """From the last token to the one at this position.
+
+        After a preemption it counts from the admission, and what is computed again takes no longer.
+        """
         return self.between.draw(key, position) * self._factor(num_running)
 
     def _factor(self, num_running: int) -> float:

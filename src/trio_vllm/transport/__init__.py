@@ -19,6 +19,7 @@ from trio_vllm.transport.engine import descriptors_per_engine as descriptors_per
 from trio_vllm.transport.engine import join_frontend as join_frontend
 from trio_vllm.transport.frontend import Bootstrapped as Bootstrapped
 from trio_vllm.transport.frontend import HandshakeOwner as HandshakeOwner
+from trio_vllm.transport.frontend_startup import SERVED_BEFORE as SERVED_BEFORE
 from trio_vllm.transport.kv_event_sockets import KvEventSockets as KvEventSockets
 from trio_vllm.transport.kv_event_sockets import open_kv_event_sockets as open_kv_event_sockets
 from trio_vllm.transport.memory import InMemory as InMemory

@@ -81,6 +81,7 @@ async def join_frontend(
     *,
     engine_index: int,
     ready_response: Callable[[HandshakeInit], EngineCoreReadyResponse],
+    loading_time: float = 0.0,
     timeout: float = math.inf,
     heartbeat_timeout: float = math.inf,
     output_high_water_mark: int = 0,
@@ -92,6 +93,7 @@ async def join_frontend(
       handshake_address: Where the frontend waits, or will wait, for engines.
       engine_index: Which engine we are.
       ready_response: What to tell of ourselves, given the frontend's INIT.
+      loading_time: Seconds from INIT to the registration, in which a real engine loads its model.
       timeout: Seconds that each answer of the frontend may take.
       heartbeat_timeout: Seconds after which a client or a coordinator that does not answer ZeroMQ's
         heartbeats counts as gone.
@@ -109,6 +111,7 @@ async def join_frontend(
         joining = _Joining(context, EngineId.of(engine_index), timeout, heartbeats, lingers)
         handshake = joining.report_to(handshake_address)
         init = await joining.receive_init()
+        await joining.load(loading_time)
         async with _registering(init.addresses):
             joining.register(init.addresses.inputs, encode_ready_response(ready_response(init)))
             joining.open_outputs(init.addresses.outputs, output_high_water_mark)
@@ -195,6 +198,15 @@ class _Joining:
         """Wait for the answer to HELLO."""
         phase = f"INIT from the frontend at {self._frontend.address}"
         return read_init(await self._answer(phase, self._handshake.receive), phase)
+
+    async def load(self, seconds: float) -> None:
+        """Let time pass, unless the frontend leaves meanwhile."""
+        await trio.lowlevel.checkpoint()
+        if not seconds:
+            return
+        with trio.move_on_after(seconds):
+            await self._frontend.wait_lost()
+            raise StartupError("its model to load", notes=[self._frontend.state])
 
     def register(self, addresses: Sequence[str], response: Sequence[Buffer]) -> None:
         """Connect to each client's input address, and say there who we are."""

@@ -37,6 +37,10 @@ BATCH = 64
 engines."""
 
 
+SERVED_BEFORE = " has it served another frontend before?"
+"""The end of a note about engines that have not come, a question that whoever starts them can answer."""
+
+
 @attrs.frozen(kw_only=True)
 class StartupLimits:
     """How long a startup may take, in seconds."""
@@ -170,11 +174,11 @@ class StartupRun:
             return []
         text = f"no engine has connected to {socket.address} in {seconds:g} s;"
         if self._handshake is None:
-            return [f"{text} has it served another frontend before?"]
+            return [f"{text}{SERVED_BEFORE}"]
         port = socket.address.rpartition(":")[2] if socket.address.startswith("tcp:") else "PORT"
         return [
             f"{text} is it started with --data-parallel-rpc-port {port} (a mock with"
-            f" --handshake-address {socket.address})? has it served another frontend before?"
+            f" --handshake-address {socket.address})?{SERVED_BEFORE}"
         ]
 
     # What comes ---------------------------------------------------------------------------------
