@@ -26,7 +26,8 @@ from load_tools import PROMPT_TOKENS, GuideLlm, Load, LoadTool, Measured, Run, V
 from processes import Process
 from provision import Peers
 
-TOLERANCE = 0.03
+TOLERANCES = (0.03, 0.03, 0.1)
+"""Part of a time that it may be off, by the attempt: a machine with much else to do is not that exact."""
 
 TTFT = 200.0
 """Milliseconds to the first token. Of much less, the tolerance would be what a busy machine needs to wake a
@@ -133,25 +134,30 @@ def engines(handshake: int) -> list[AbstractContextManager[Process]]:
 
 
 def check_tool(tool: LoadTool, servers: list[Server]) -> None:
-    """Measure, and once more where something is wrong: other work on the machine can make a whole run late.
+    """Measure, and again where something is wrong: other work on the machine can make a whole run late.
 
     Then it is also allowed for what the machine adds, as the tool measures it where nothing was asked for.
     """
-    measured = tool.measure([run for server in servers for run in server.runs()], TOOL_TIMEOUT)
-    wrong = [server for server in servers if faults(server, measured)]
-    for server in wrong:
-        print(f"once more, {tool.name}: {'; '.join(faults(server, measured))}", flush=True)
-    if wrong:
+    wrong, found = servers, list[str]()
+    for attempt, tolerance in enumerate(TOLERANCES):
         runs = [run for server in wrong for run in server.runs()]
-        measured |= tool.measure(runs, TOOL_TIMEOUT)
-    for server in servers:
-        print(f"{tool.name}, {server.name} frontend: {table(server, measured)}", flush=True)
-    if found := [fault for server in wrong for fault in faults(server, measured, with_jitter=True)]:
-        raise CheckError(f"{tool.name}: {'; '.join(found)}")
+        measured = tool.measure(runs, TOOL_TIMEOUT)
+        for server in wrong:
+            print(f"{tool.name}, {server.name} frontend: {table(server, measured)}", flush=True)
+        by_server = [
+            (server, faults(server, measured, tolerance, with_jitter=attempt > 0))
+            for server in wrong
+        ]
+        wrong = [server for server, its_faults in by_server if its_faults]
+        found = [fault for _, its_faults in by_server for fault in its_faults]
+        if not wrong:
+            return
+        print(f"attempt {attempt + 1}, {tool.name}: {'; '.join(found)}", flush=True)
+    raise CheckError(f"{tool.name}: {'; '.join(found)}")
 
 
 def faults(
-    server: Server, measured: dict[Run, Measured], *, with_jitter: bool = False
+    server: Server, measured: dict[Run, Measured], tolerance: float, *, with_jitter: bool
 ) -> list[str]:
     """What is not as it was asked for."""
     runs = server.runs()
@@ -164,7 +170,7 @@ def faults(
             ("TTFT without the frontend's", got.ttft - share.ttft, engine.ttft, jitter),
             ("TPOT", got.tpot, TPOT, jitter / gaps),
         ):
-            if abs(value - expected) > TOLERANCE * expected + late:
+            if abs(value - expected) > tolerance * expected + late:
                 found.append(
                     f"{server.name} frontend, {engine.what}: {what} {value:.2f} ms, not {expected:g}"
                     f" (the mock was {seconds_behind(mock):.3f} s behind)"
