@@ -282,7 +282,7 @@ EXAMPLES = [
 
 
 def test_there_are_examples() -> None:
-    assert len(EXAMPLES) == 2
+    assert len(EXAMPLES) == 3
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
