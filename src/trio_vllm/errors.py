@@ -311,6 +311,11 @@ class DecodeError(EngineCoreError):
         return f"{text}: {self.reason}"
 
 
+def with_article(name: str) -> str:
+    """A name behind ``a`` or ``an``."""
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
 def how_to_install(extra: str) -> str:
     """The command that installs what an extra of this package needs, for its users and in a clone."""
     return f"pip install 'trio-vllm[{extra}]', in a clone pip install '.[{extra}]'"

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from trio_vllm.errors import InvalidFieldError
+from trio_vllm.errors import InvalidFieldError, with_article
 from trio_vllm.protocol import (
     EngineCoreRequest,
     EngineCoreSamplingParams,
@@ -24,7 +24,7 @@ def _has_class(expected: type) -> Any:
 
     def validate(request: PromptRequest, attribute: attrs.Attribute[Any], value: object) -> None:
         if not isinstance(value, expected):
-            got = _with_article(type(value).__name__)
+            got = with_article(type(value).__name__)
             whose = "" if request.request_id is None else f" of request {request.request_id!r}"
             raise TypeError(f"{attribute.name}{whose} must be {expected.__name__}(…), not {got}")
 
@@ -86,19 +86,15 @@ class EncodeRequest(PromptRequest):
 def check_kind(method: str, request: object, kind: type[PromptRequest]) -> None:
     """Refuse what is no request for this method, with a `TypeError`."""
     if not isinstance(request, kind):
-        wanted, got = _with_article(kind.__name__), _with_article(type(request).__name__)
+        wanted, got = with_article(kind.__name__), with_article(type(request).__name__)
         raise TypeError(f"{method} takes {wanted}(...), not {got}")
 
 
 def check_many(method: str, requests: object) -> None:
     """Refuse one request where many are wanted, with a `TypeError`."""
     if isinstance(requests, PromptRequest):
-        got = _with_article(type(requests).__name__)
+        got = with_article(type(requests).__name__)
         raise TypeError(f"{method} takes many requests, not {got}: write {method}([request])")
-
-
-def _with_article(name: str) -> str:
-    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
 MAX_COMPLETIONS = 16_384

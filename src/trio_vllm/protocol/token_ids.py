@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from trio_vllm.errors import with_article
+
 
 def as_token_ids(value: Iterable[int] | None, name: str = "prompt_token_ids") -> Any:
     """Give a list of Python's integers for any iterable; a list of them is given back as it is.
@@ -45,5 +47,4 @@ def _plain(item: Any) -> Any:
 def _describe(value: object) -> str:
     if isinstance(value, str):
         return "a text: what turns it into tokens stands outside of this package"
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+    return with_article(type(value).__name__)
