@@ -519,7 +519,7 @@ class MockEngineConfig:
                 raise ConfigurationError(fault)
         elif given := self._given(STEP_TIME) + self._given(REQUEST_TIME):
             raise ConfigurationError(f"{given[0]} takes a schedule, which is off")
-        elif self._wants_kv_events:
+        elif self.kv_events is not None:
             raise ConfigurationError("kv_events_config takes a schedule, which is off")
 
     @property
@@ -532,15 +532,10 @@ class MockEngineConfig:
     @property
     def kv_events(self) -> KvEventsOptions | None:
         """Where KV-cache events are published, if they are."""
-        if not self._wants_kv_events:
+        if self.kv_events_config is None:
             return None
-        assert self.kv_events_config is not None
-        return KvEventsOptions.from_json(self.kv_events_config)
-
-    @property
-    def _wants_kv_events(self) -> bool:
-        given = self.kv_events_config
-        return given is not None and KvEventsOptions.from_json(given).is_published
+        events = KvEventsOptions.from_json(self.kv_events_config)
+        return events if events.is_published else None
 
     @property
     def is_timed_by_request(self) -> bool:
