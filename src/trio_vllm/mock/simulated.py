@@ -24,7 +24,7 @@ from trio_vllm.mock.encoding import (
     row_with,
 )
 from trio_vllm.mock.events import ScheduleCounts
-from trio_vllm.mock.kv_cache import KvCache
+from trio_vllm.mock.kv_cache import BLOCKS_AT_ONCE, KvCache
 from trio_vllm.mock.kv_events import KvCacheEvent
 from trio_vllm.mock.lineup import Lineup, Member, Share
 from trio_vllm.mock.plain_batch import SLICE_NUMBERS, RowMaker, advance, row_cost
@@ -170,9 +170,11 @@ class SimulatedScheduler:
         return [member.request for member in self._members.values()]
 
     def hash_prompt(self, wire: EngineCoreRequest) -> Generator[None, None, list[bytes]]:
-        """Compute the block hashes of a prompt; yields whenever others should have a turn."""
+        """Compute the block hashes of a long prompt; yields whenever others should have a turn."""
         prompt = wire.prompt_token_ids or ()
-        if len(prompt) >= self._config.max_model_len:  # is refused
+        # Fewer are hashed as they are scheduled; more than the model takes are refused.
+        at_once = BLOCKS_AT_ONCE * self._cache.block_size
+        if not at_once < len(prompt) < self._config.max_model_len:
             return []
         return (yield from self._cache.hash_blocks(prompt, cache_scope(wire)))
 
