@@ -15,12 +15,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import attrs
 
 from trio_vllm.errors import DecodeError
 from trio_vllm.limits import MAX_ENGINES
-from trio_vllm.mock.answer_file import FileAnswers, read_answer_file, tokenized
 from trio_vllm.mock.answers import Answers, EchoAnswers, PromptAnswers, RandomAnswers
 from trio_vllm.mock.config import OUTPUTS, MockEngineConfig
 from trio_vllm.mock.connector import Connector, Fetched
@@ -36,7 +36,6 @@ from trio_vllm.mock.encoding import (
 from trio_vllm.mock.events import EventLog, Summary
 from trio_vllm.mock.kv_events import KvCacheEvent
 from trio_vllm.mock.request import Refusal, Request, RequestFactory
-from trio_vllm.mock.simulated import SimulatedScheduler, simulated_scheduler
 from trio_vllm.mock.spread import Spread
 from trio_vllm.mock.unlimited import Counts, UnlimitedScheduler
 from trio_vllm.mock.utilities import EngineControl, RequestAction
@@ -60,6 +59,9 @@ from trio_vllm.protocol import (
     decode_engine_message,
     encode_outputs,
 )
+
+if TYPE_CHECKING:
+    from trio_vllm.mock.simulated import SimulatedScheduler
 
 
 def ready_response(
@@ -119,6 +121,12 @@ def _answers_of(
         return drawn
     if config.output == "echo":
         return EchoAnswers(drawn)
+    from trio_vllm.mock.answer_file import (  # noqa: PLC0415
+        FileAnswers,
+        read_answer_file,
+        tokenized,
+    )
+
     lines = read_answer_file(config.output)
     return FileAnswers(lines if encode is None else tokenized(lines, encode), drawn)
 
@@ -311,16 +319,10 @@ class MockEngine:
         self._client_count = client_count
         self._has_coordinator = has_coordinator
         source = TokenSource(config.vocab_size)
-        self._connector = connector = Connector.of(config, engine_index)
+        self._connector = Connector.of(config, engine_index)
         answers = answers_of(config, engine_index)
-        self._factory = RequestFactory(config, source, answers, connector)
-        self._scheduler: UnlimitedScheduler | SimulatedScheduler = (
-            simulated_scheduler(config, source, fast_path=fast_path, connector=connector)
-            if config.is_scheduled
-            else UnlimitedScheduler(
-                config, source, client_count, fast_path=fast_path, connector=connector
-            )
-        )
+        self._factory = RequestFactory(config, source, answers, self._connector)
+        self._scheduler = self._make_scheduler(source, fast_path=fast_path)
         self._control = EngineControl(config)
         self._deaths = self._make_deaths() if config.die_like_an_engine else None
         self._template = MessageTemplate(engine_index, self._control.weight_version)
@@ -337,6 +339,24 @@ class MockEngine:
         self._is_steady = False  # until a message comes, steps make tokens and nothing else
         self._is_shutting_down = False
         self._stepped_at = -math.inf
+
+    def _make_scheduler(
+        self, source: TokenSource, *, fast_path: bool
+    ) -> UnlimitedScheduler | SimulatedScheduler:
+        if not self.config.is_scheduled:
+            return UnlimitedScheduler(
+                self.config,
+                source,
+                self._client_count,
+                fast_path=fast_path,
+                connector=self._connector,
+            )
+        # A twentieth of the time in which an engine without a schedule starts.
+        from trio_vllm.mock.simulated import simulated_scheduler  # noqa: PLC0415
+
+        return simulated_scheduler(
+            self.config, source, fast_path=fast_path, connector=self._connector
+        )
 
     # Messages -----------------------------------------------------------------------------------
 
