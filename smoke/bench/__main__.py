@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from arguments import output_file
 from bench.figures import Figure
 from bench.measure_cli import measure_help
 from bench.measure_client import (
@@ -98,14 +99,18 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("names", metavar="NAME", nargs="*", help="a benchmark (default: all)")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter samples")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write all samples to a file")
+    parser.add_argument(
+        "--json", metavar="FILE", type=output_file, help="write all samples to a file"
+    )
     parser.add_argument(
         "--markdown",
         metavar="FILE",
-        type=Path,
+        type=output_file,
         help="write the table of the docs (docs/explanation/speed_table.md)",
     )
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the ratios (matplotlib)")
+    parser.add_argument(
+        "--plot", metavar="FILE", type=output_file, help="draw the ratios (matplotlib)"
+    )
     parser.add_argument(
         "--compare",
         metavar="FILE",
