@@ -21,7 +21,7 @@ import enum
 import functools
 import operator
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -232,7 +232,7 @@ def _array_codec(cls: type[T], minimum: int | None) -> Codec[T]:
         return cls(**values)
 
     start = f"[{', '.join(f'value.{name}' for name in names)}]"
-    encode = _compile_encoder(cls, fields, start, _ARRAY_STEP, defaults)
+    encode = _encoder(cls, fields, start, _ARRAY_STEP, defaults)
     return Codec(cls.__name__, decode, encode)
 
 
@@ -275,7 +275,7 @@ def _map_codec(cls: type[T], *, omit_defaults: bool = False) -> Codec[T]:
                 raise CodecError(f"must have the key {key!r}")
         return cls(**values)
 
-    encode = _compile_encoder(cls, fields, "{}", _MAP_STEP, omitted)
+    encode = _encoder(cls, fields, "{}", _MAP_STEP, omitted)
     return Codec(cls.__name__, decode, encode)
 
 
@@ -304,10 +304,24 @@ _MAP_STEP = """
 """
 
 
-def _compile_encoder(
-    cls: type[T], fields: Sequence[Field], start: str, step: str, defaults: Iterable[Any]
+def _encoder(
+    cls: type[T], fields: Sequence[Field], start: str, step: str, defaults: Sequence[Any]
 ) -> Callable[[T, AuxFrames], Any]:
     """Make the function that encodes a value field by field, but for those that are the default."""
+    compiled: Callable[[T, AuxFrames], Any] | None = None
+
+    def encode(value: T, aux: AuxFrames) -> Any:
+        nonlocal compiled
+        if compiled is None:  # not at the import, which it would make longer
+            compiled = _compile_encoder(cls, fields, start, step, defaults)
+        return compiled(value, aux)
+
+    return encode
+
+
+def _compile_encoder(
+    cls: type[T], fields: Sequence[Field], start: str, step: str, defaults: Sequence[Any]
+) -> Callable[[T, AuxFrames], Any]:
     steps = (step.format(index, name=field.name) for index, field in enumerate(fields))
     namespace: dict[str, Any] = {
         "cls": cls,
