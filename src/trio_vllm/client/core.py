@@ -106,6 +106,11 @@ SMALL = 8 * 1024
 ResultsListener = Callable[[str, Sequence[Any], Mapping[int, Any]], None]
 """Is called with the method and the arguments of a utility call, and its results by engine index."""
 
+FRAMES_WITHOUT_ARRAYS = 2
+"""Those of an ADD: its type and its payload. Others are arrays."""
+
+_ALIVE = EngineState.ALIVE  # an enumeration member costs as much to look up as three calls
+
 FROM_STRANGER = "a message from a connection that is not known to be an engine's"
 FOR_OTHER_ENGINE = "a message that names an engine which its connection does not belong to"
 FOR_OTHERS_REQUEST = "an output for a request of another engine"
@@ -127,6 +132,14 @@ class ClientStatistics:
     """Messages and outputs that did not count, by the reason, such as `FROM_STRANGER`."""
     tasks_waiting_for_failure: int = 0
     """Tasks in `EngineCoreClient.wait_failed`."""
+
+
+def _unchanging(frame: Buffer) -> Buffer:
+    """A frame that its owner cannot change: an array is the caller's to change soon.
+
+    What is read-only is not copied: 200 MB would take that many milliseconds.
+    """
+    return frame if type(frame) is memoryview and frame.readonly else bytes(frame)
 
 
 class FrontendCore:
@@ -267,22 +280,25 @@ class FrontendCore:
         If the engine is idle the message is urgent. Raises as `EngineCoreClient.call`; then nothing
         was queued.
         """
-        self.raise_if_failed()
+        if self.failure is not None or not self._engines.alive:
+            self.raise_if_failed()
         request_id = request.request_id
         if self._engines.engine_with(request_id) is not None:
             raise DuplicateRequestIdError(request_id)
         request = fill_defaults(request, self._client_index, self._backend)
         if self._waves is not None:
             request = attrs.evolve(request, current_wave=self._waves.current_wave)
-        frames = validate_and_encode(request, self.facts.limits)
-        self.facts.check_adapter(request)
+        facts = self.facts
+        frames = validate_and_encode(request, facts.limits)
+        if request.lora_request is not None:
+            facts.check_adapter(request)
         engine = fixed = self._engine_for(request)
         if engine is None:
-            able = self.facts.able(request, self._engines.alive)
+            able = facts.able(request, self._engines.alive)
             engine = able[0] if len(able) == 1 else self._load_balancer.choose(able)
         else:
-            self.facts.able(request, [engine])
-        sink.answer_checks = answer_checks(request, self.facts.limits)
+            facts.able(request, [engine])
+        sink.answer_checks = answer_checks(request, facts.limits)
         self._queue_request(engine, sink, frames, request if fixed is None else None)
         self._note_submitted(engine, request, sink)
         if self._waves is not None:
@@ -344,9 +360,8 @@ class FrontendCore:
         if request_id in engine.aborts:
             engine.send_aborts()  # it would die of an id that it still has
         if engine.requests:
-            # Copied, for there may be views of arrays that are the caller's to change soon. What is
-            # read-only is not: to copy 200 MB takes as long as that many milliseconds.
-            frames = [f if type(f) is memoryview and f.readonly else bytes(f) for f in frames]
+            if len(frames) > FRAMES_WITHOUT_ARRAYS:
+                frames = [_unchanging(frame) for frame in frames]
             self._unsent[engine] = None
         else:
             self._urgent.append(engine)
@@ -356,8 +371,10 @@ class FrontendCore:
     def confirm(self, sink: Sink) -> None:
         """Raise, and forget a request just submitted, if no engine is left that could be sent it."""
         engine = self._engines.by_index[sink.engine_index]
+        if engine.state is _ALIVE:
+            return
         is_in_flight = engine.requests.get(sink.request_id) is sink
-        if engine.state is EngineState.ALIVE or not is_in_flight:
+        if not is_in_flight:
             return
         engine.remove(sink.request_id)
         engine.sessions.discard(sink.request_id)
@@ -365,12 +382,17 @@ class FrontendCore:
         self.raise_if_failed()
         raise InvalidDataParallelRankError(sink.request_id, engine.index, self.engine_indices)
 
-    def drop(self, sink: Sink) -> None:
-        """Forget a request and abort it, if it is still in flight; its sink hears nothing more."""
+    def drop(self, sink: Sink) -> bool:
+        """Forget a request and abort it, if it is still in flight; its sink hears nothing more.
+
+        Gives whether it was.
+        """
         engine = self._engines.by_index.get(sink.engine_index)
         # Another request may have got the id since.
-        if engine is not None and engine.requests.get(sink.request_id) is sink:
-            self._abort(engine, sink.request_id)
+        if engine is None or engine.requests.get(sink.request_id) is not sink:
+            return False
+        self._abort(engine, sink.request_id)
+        return True
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests with a last output of ours, since an engine answers no abort.

@@ -117,7 +117,8 @@ class Collector:
         self._pooled: Tensor | None = None
         self._events: list[EngineCoreEvent] = []
         self._prefill_stats: PrefillStats | None = None
-        self._cached_tokens = self._remotely_cached_tokens()
+        has_transfer = params is not None and params.extra_args is not None
+        self._cached_tokens = self._remotely_cached_tokens() if has_transfer else None
         self._last: EngineCoreOutput | None = None
         self._is_last_delivered = False
         self._delivered_count = 0
