@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.engines import mock_engine, python, raw_engine
+from bench.engines import mock_engine, python, raw_engine, step_engine
 from bench.figures import Figure, Target
 from bench.frontend import ENVIRONMENT, Command, connected
 from bench.loads import ping
@@ -20,6 +20,7 @@ from processes import running
 from provision import BUILT_VERSION, find_peers
 
 ASYNC_LLM = "AsyncLLM"
+MOCK = mock_engine()
 CONCURRENCY = 256
 
 
@@ -44,16 +45,16 @@ def measure_load(effort: Effort) -> list[Figure]:
 
 
 @contextlib.contextmanager
-def ours() -> Iterator[Worker]:
-    """An `Llm` on a mock engine."""
+def ours(engine: Command = MOCK) -> Iterator[Worker]:
+    """An `Llm` on an engine."""
     with on_engine(
-        "Llm", mock_engine(), lambda port: [*python("bench.work_llm"), address(port)]
+        "Llm", engine, lambda port: [*python("bench.work_llm"), address(port)]
     ) as worker:
         yield worker
 
 
 @contextlib.contextmanager
-def theirs() -> Iterator[Worker | None]:
+def theirs(engine: Command = MOCK) -> Iterator[Worker | None]:
     """vLLM's own client on another one, if vLLM is there."""
     peers = find_peers(BUILT_VERSION)
     if peers is None:
@@ -66,7 +67,7 @@ def theirs() -> Iterator[Worker | None]:
     script = str(Path(__file__).with_name("work_asyncllm.py"))
     with on_engine(
         ASYNC_LLM,
-        mock_engine(),
+        engine,
         lambda port: [peers.python, script, str(port), peers.model],
         peers.environment,
     ) as worker:
@@ -182,7 +183,7 @@ def measure_logprobs(effort: Effort) -> list[Figure]:
     seconds = 1.0 * effort.scale
     plain = {"task": "generate", "concurrency": CONCURRENCY, "seconds": seconds}
     plain["max_tokens"] = LOGPROBS_TOKENS
-    with ours() as worker, theirs() as yardstick:
+    with ours(step_engine()) as worker, theirs(step_engine()) as yardstick:
         for count in LOGPROBS:
             name, order = f"generate 64 tokens, logprobs={count}", {**plain, "logprobs": count}
             turns = [(worker, order), (worker, plain)]
