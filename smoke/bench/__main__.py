@@ -34,7 +34,7 @@ from bench.measure_engine import (
     measure_schedule,
     measure_startup,
 )
-from bench.measure_load import measure_load, measure_round_trip
+from bench.measure_load import measure_load, measure_logprobs, measure_round_trip
 from bench.report import TOLERANCE, markdown, plot, regressions, table, write_json
 from bench.turns import FULL, QUICK, Effort
 
@@ -48,6 +48,7 @@ BENCHMARKS: dict[str, Callable[[Effort], list[Figure]]] = {
     "idle": measure_idle,
     "engine-memory": measure_engine_memory,
     "load": measure_load,
+    "logprobs": measure_logprobs,
     "round-trip": measure_round_trip,
     "dispatch": measure_dispatch,
     "submission": measure_submission,

@@ -91,8 +91,12 @@ from trio_vllm.protocol import (
     decode_outputs_in_pieces,
     decode_outputs_lazily,
     encode_utility,
+    find_logprob_rows,
+    logprobs_pattern,
     raw_logprobs_of,
+    rest_of,
     row_request_id,
+    unpacked_row,
 )
 
 _log = logging.getLogger("trio_vllm.client")
@@ -564,12 +568,12 @@ class FrontendCore:
             return False
         sender = connections.engine_of(connection)
         try:
-            batch = decode_outputs_lazily(frames)
+            batch = self._find_logprobs(sender, frames) or decode_outputs_lazily(frames)
             if not isinstance(batch, UndecodedBatch) or batch.engine_index != sender:
                 return False
             engine = self._engines.by_index[sender]
             if engine.state is not EngineState.DEAD:
-                self._receive_rows(engine, batch.rows, batch)
+                self._receive_some(engine, batch.rows, batch)
                 self._receive_rest(engine, batch, now)
         except DecodeError as error:
             self._receive_undecodable(sender, error)
@@ -584,7 +588,9 @@ class FrontendCore:
         """
         sender = self._connections.engine_of(connection)
         try:
-            message = yield from decode_outputs_in_pieces(frames)
+            is_proved = self._connections.is_proved(connection)
+            found = self._find_logprobs(sender, frames) if is_proved else None
+            message = found or (yield from decode_outputs_in_pieces(frames))
             if isinstance(message, EngineDead):
                 self._receive_sentinel(sender)
             elif (yield from self._claim(connection, message)):
@@ -629,7 +635,7 @@ class FrontendCore:
 
     def _receive_batch(self, engine: Engine, batch: UndecodedBatch, now: float) -> Iterator[None]:
         for rows in batch.row_pieces():
-            self._receive_rows(engine, rows, batch)
+            self._receive_some(engine, rows, batch)
             yield
             if engine.state is EngineState.DEAD:
                 return
@@ -666,17 +672,69 @@ class FrontendCore:
                 continue
             self._receive_row(engine, row, batch)
 
+    def _find_logprobs(self, sender: int | None, frames: Frames) -> UndecodedBatch | None:
+        """Decode a message with rows like those with log probabilities before; None if it has none."""
+        engine = None if sender is None else self._engines.by_index[sender]
+        if engine is None or engine.logprobs_pattern is None:
+            return None
+        batch = find_logprob_rows(frames, engine.logprobs_pattern)
+        if batch is None:
+            engine.logprobs_pattern = None
+        return batch
+
+    def _receive_some(self, engine: Engine, rows: list[Any], batch: UndecodedBatch) -> None:
+        """Hand over some of a batch's rows."""
+        if batch.has_logprob_rows:
+            self._receive_logprob_rows(engine, rows, batch)
+        else:
+            self._receive_rows(engine, rows, batch)
+
+    def _receive_logprob_rows(self, engine: Engine, rows: list[Any], batch: UndecodedBatch) -> None:
+        """Hand over rows of which most are a `LogprobRow`."""
+        sinks, frames, timestamp = engine.requests, batch.frames, batch.timestamp
+        version = batch.weight_version
+        engine.has_moved = True
+        for row in rows:
+            if type(row) is not tuple:
+                self._receive_rows(engine, [row], batch)
+                continue
+            request_id, token_ids, logprobs = row
+            sink = sinks.get(request_id)
+            try:
+                if sink is None or not sink.add_raw_logprobs(
+                    token_ids, logprobs, frames, timestamp, version
+                ):
+                    self._receive_row(engine, unpacked_row(row), batch)
+            except DecodeError as error:
+                self._fail_request(engine, request_id, error)
+
     def _receive_logprobs(self, engine: Engine, row: Any, batch: UndecodedBatch) -> bool:
         """Hand over a row of one token with its log probabilities; False if it is another one."""
         logprobs = raw_logprobs_of(row)
         if logprobs is None or (request_id := row_request_id(row)) is None:
             return False
+        if not self._add_logprobs(engine, request_id, row[1], logprobs, batch):
+            return False
+        if (rest := rest_of(row)) is not None:
+            self._receive_row(engine, rest, batch)
+        elif engine.logprobs_pattern is None:
+            engine.logprobs_pattern = logprobs_pattern(row)
+        return True
+
+    def _add_logprobs(
+        self,
+        engine: Engine,
+        request_id: str,
+        token_ids: list[int],
+        logprobs: Any,
+        batch: UndecodedBatch,
+    ) -> bool:
         sink = engine.requests.get(request_id)
         if sink is None:
             return False
         try:
             return sink.add_raw_logprobs(
-                row[1], logprobs, batch.frames, batch.timestamp, batch.weight_version
+                token_ids, logprobs, batch.frames, batch.timestamp, batch.weight_version
             )
         except OverflowError:
             return False

@@ -161,10 +161,14 @@ class Collector:
         timestamp: float,
         version: str | None,
     ) -> bool:
-        if not self._sample_logprobs().add_raw(logprobs, frames):
-            return False
-        self.add_tokens(token_ids, timestamp, version)
-        return True
+        collector = self._logprobs or self._sample_logprobs()
+        if type(logprobs) is bytes:
+            is_taken = collector.add_packed(logprobs)
+        else:
+            is_taken = collector.add_raw(logprobs, frames)
+        if is_taken:
+            self.add_tokens(token_ids, timestamp, version)
+        return is_taken
 
     def _sample_logprobs(self) -> LogprobsCollector:
         if self._logprobs is None:  # most requests want none

@@ -41,6 +41,11 @@ from trio_vllm.protocol.handshake import decode_report as decode_report
 from trio_vllm.protocol.handshake import encode_init as encode_init
 from trio_vllm.protocol.handshake import encode_ready_response as encode_ready_response
 from trio_vllm.protocol.handshake import encode_report as encode_report
+from trio_vllm.protocol.logprob_rows import LogprobRow as LogprobRow
+from trio_vllm.protocol.logprob_rows import LogprobsPattern as LogprobsPattern
+from trio_vllm.protocol.logprob_rows import find_logprob_rows as find_logprob_rows
+from trio_vllm.protocol.logprob_rows import logprobs_pattern as logprobs_pattern
+from trio_vllm.protocol.logprob_rows import unpacked_row as unpacked_row
 from trio_vllm.protocol.logprobs import Logprobs as Logprobs
 from trio_vllm.protocol.logprobs import LogprobsCollector as LogprobsCollector
 from trio_vllm.protocol.logprobs import PositionLogprobs as PositionLogprobs
@@ -70,6 +75,7 @@ from trio_vllm.protocol.output import decode_outputs_in_pieces as decode_outputs
 from trio_vllm.protocol.output import decode_outputs_lazily as decode_outputs_lazily
 from trio_vllm.protocol.output import encode_outputs as encode_outputs
 from trio_vllm.protocol.output import raw_logprobs_of as raw_logprobs_of
+from trio_vllm.protocol.output import rest_of as rest_of
 from trio_vllm.protocol.output import row_request_id as row_request_id
 from trio_vllm.protocol.request import GENERATION_TASKS as GENERATION_TASKS
 from trio_vllm.protocol.request import POOLING_TASKS as POOLING_TASKS
