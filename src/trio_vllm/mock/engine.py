@@ -41,6 +41,7 @@ from trio_vllm.mock.unlimited import Counts, UnlimitedScheduler
 from trio_vllm.mock.utilities import EngineControl, RequestAction
 from trio_vllm.protocol import (
     AbortRequests,
+    AddDecoder,
     DpControlOutput,
     EngineCoreOutput,
     EngineCoreReadyResponse,
@@ -56,7 +57,6 @@ from trio_vllm.protocol import (
     UtilityCallOutput,
     UtilityOutput,
     UtilityRequest,
-    decode_engine_message,
     encode_outputs,
 )
 
@@ -324,6 +324,7 @@ class MockEngine:
         self._factory = RequestFactory(config, source, answers, self._connector)
         self._scheduler = self._make_scheduler(source, fast_path=fast_path)
         self._control = EngineControl(config)
+        self._decoder = AddDecoder()
         self._deaths = self._make_deaths() if config.die_like_an_engine else None
         self._template = MessageTemplate(engine_index, self._control.weight_version)
         self._replies = Replies(engine_index)
@@ -363,7 +364,7 @@ class MockEngine:
     def handle(self, frames: Frames, now: float) -> list[Outgoing]:
         """Take one message from an input socket; give what to send at once, often nothing."""
         try:
-            message = decode_engine_message(frames)
+            message = self._decoder.decode(frames)
         except DecodeError as error:
             return self.refuse_undecodable(frames, error, now)
         return self.take(message, now)
@@ -504,12 +505,12 @@ class MockEngine:
                 self._replies.ended(wire.client_index, [wire.request_id], FinishReason.ABORT, now)
             ]
         replies: list[Outgoing] = []
-        is_queued = self._scheduler.get(wire.request_id) is not None  # behind an earlier chunk
+        # A chunk that is queued behind an earlier one will be hashed when its turn comes.
+        is_new = bool(hashes) and self._scheduler.get(wire.request_id) is None
         if not self._take_in(wire, now, replies):
             return replies
-        request = self._scheduler.get(wire.request_id)
-        if hashes and not is_queued and request is not None and request.scheduled is not None:
-            request.scheduled.table.hashes = hashes
+        if is_new and hashes:
+            self._note_hashes(wire.request_id, hashes)
         if wire.lora_request is not None:
             self._control.use_adapter(wire.lora_request)
         if self._wave is not None:
@@ -518,6 +519,11 @@ class MockEngine:
             if wave is not None:
                 replies.append(self._replies.wave(now, start_wave=wave))
         return replies
+
+    def _note_hashes(self, request_id: str, hashes: list[bytes]) -> None:
+        request = self._scheduler.get(request_id)
+        if request is not None and request.scheduled is not None:
+            request.scheduled.table.hashes = hashes
 
     def _take_in(self, wire: EngineCoreRequest, now: float, replies: list[Outgoing]) -> bool:
         """Start, queue or refuse a request; whether it was taken."""

@@ -8,6 +8,7 @@ and raise `DecodeError`; ``encode_*`` give the frames and raise `CodecError`, or
 Sources: vLLM 0.33.0, ``vllm/v1`` and ``rust/src/engine-core-client``; 0.32.0 is read as well.
 """
 
+from trio_vllm.protocol.add_decoder import AddDecoder as AddDecoder
 from trio_vllm.protocol.arrays import Array as Array
 from trio_vllm.protocol.arrays import Tensor as Tensor
 from trio_vllm.protocol.codec import Buffer as Buffer
@@ -98,6 +99,7 @@ from trio_vllm.protocol.request import encode_abort as encode_abort
 from trio_vllm.protocol.request import encode_add as encode_add
 from trio_vllm.protocol.request import encode_start_dp_wave as encode_start_dp_wave
 from trio_vllm.protocol.request import encode_utility as encode_utility
+from trio_vllm.protocol.request import is_short_add as is_short_add
 from trio_vllm.protocol.request import is_vocabulary_question as is_vocabulary_question
 from trio_vllm.protocol.request import request_label as request_label
 from trio_vllm.protocol.request import vocabulary_question as vocabulary_question
