@@ -330,8 +330,13 @@ class Scheduler:
         return PriorityQueue() if self._config.scheduling_policy == "priority" else FcfsQueue()
 
     @property
+    def running(self) -> list[ScheduledRequest]:
+        """The requests that were admitted, in this order; not to be changed."""
+        return self._running
+
+    @property
     def num_running(self) -> int:
-        """Requests that were admitted."""
+        """How many requests were admitted."""
         return len(self._running)
 
     @property
@@ -470,6 +475,33 @@ class Scheduler:
         self._is_stalled = not (self._running or step.num_tokens)
         return step
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether each step gives one token to each running request, until one ends or blocks are short.
+
+        What comes from outside may change that.
+        """
+        count, most = len(self._running), self._config.token_budget
+        has_room = count < min(most, self._config.max_running)
+        return (
+            0 < count == len(self._group) <= most
+            and self.paused != "all"
+            and self._remote is None
+            and not (has_room and self.num_waiting)
+        )
+
+    def decode(self) -> bool:
+        """Make a step that is steady, and in which no request ends, unless blocks are short for it.
+
+        It is what `schedule` and `update` do with such a step; whether it was made.
+        """
+        if self._group.blocks_needed > self._cache.free_count:
+            return False
+        self._advance_group()
+        self._steps += 1
+        self._farewell = False
+        return True
+
     def update(
         self,
         step: Step,
@@ -540,19 +572,27 @@ class Scheduler:
 
     def _schedule_group(self, step: Step) -> None:
         """Schedule the running requests, all of which decode."""
-        cache, block_size = self._cache, self._cache.block_size
-        for request, num_computed_tokens in self._group.step():
-            # A block begins with one token, and so it may also be full of it.
-            tokens_in_block = num_computed_tokens % block_size
-            if tokens_in_block == 1 % block_size:
-                cache.add_block(request.table)
-            if not tokens_in_block:
-                cache.cache_full_blocks(request.table, num_computed_tokens)
+        self._advance_group()
         count = len(self._running)
         step.rows = self._running.copy()
         step.budget -= count
         step.details.num_generation_requests = step.details.num_generation_tokens = count
         step.context_length = self._group.num_computed_tokens
+
+    def _advance_group(self) -> None:
+        """Compute a token of each request in the group, with the blocks that it takes."""
+        starting, filling = self._group.step()
+        if not self._cache.enable_events:
+            self._cache.add_block_to_each([request.table for request in starting])
+            self._cache.cache_block_of_each([request.table for request in filling])
+            return
+        # The order of events is that of the requests.
+        is_starting, is_filling = set(starting), set(filling)
+        for request in sorted(is_starting | is_filling, key=by_seat):
+            if request in is_starting:
+                self._cache.add_block(request.table)
+            if request in is_filling:
+                self._cache.cache_block_of_each([request.table])
 
     def _schedule_running(self, requests: list[ScheduledRequest], step: Step) -> None:
         """Schedule running requests one by one; some of them may be preempted for others."""

@@ -16,10 +16,12 @@ from trio_vllm.mock.config import MockEngineConfig
 from trio_vllm.mock.connector import Connector
 from trio_vllm.mock.content import TokenSource
 from trio_vllm.mock.encoding import (
+    NIL,
     MessageBuilder,
     MessageTemplate,
     Outgoing,
     SchedulerStatsEncoder,
+    pack_double,
     pack_prefill_stats,
     row_with,
 )
@@ -40,7 +42,7 @@ from trio_vllm.mock.scheduling import (
 )
 from trio_vllm.mock.spread import Acceptance
 from trio_vllm.mock.times import RequestTimes, StepTimes
-from trio_vllm.mock.token_rows import TokenRows
+from trio_vllm.mock.token_rows import MOST_STEPS, TokenRows
 from trio_vllm.mock.unlimited import MAX_LAG, Counts, Paused
 from trio_vllm.protocol import EngineCoreRequest, EventType, PrefillStats, SchedulerStats
 
@@ -71,6 +73,10 @@ def _kv_cache(config: MockEngineConfig) -> KvCache:
     )
 
 
+TOKENS_AT_ONCE = 2048
+"""Of all the steps that are made together, which takes some 0.3 ms."""
+
+
 class SimulatedScheduler:
     """The unfinished requests of one engine, and its steps.
 
@@ -99,6 +105,13 @@ class SimulatedScheduler:
         )
         self._request_times = RequestTimes.of(config)
         self._times = StepTimes.of(config)
+        # Rows as objects, times, and what names a step in its statistics are for the other steps.
+        self._can_be_steady = (
+            fast_path
+            and self._times.is_zero
+            and not (self._is_by_request or config.lockstep)
+            and not config.enable_logging_iteration_details
+        )
         self._in_hand: Step | None = None
         self._due = 0.0
         self._begun = -math.inf  # when the engine last had work again
@@ -155,7 +168,17 @@ class SimulatedScheduler:
             member.request.client_index in self._held for member in self._members.values()
         )
 
-    is_steady = False
+    @property
+    def is_steady(self) -> bool:
+        """Whether the next steps make tokens and nothing else, at once."""
+        return (
+            self._can_be_steady
+            and self._in_hand is None
+            and not self._plain_count
+            and self._scheduler.is_steady
+            and not self._is_stalled
+        )
+
     _is_by_request = False
 
     # Requests -----------------------------------------------------------------------------------
@@ -252,12 +275,54 @@ class SimulatedScheduler:
     # Steps --------------------------------------------------------------------------------------
 
     def steady_step(self, template: MessageTemplate, now: float) -> list[Outgoing] | None:
-        """No step is made without the scheduler."""
+        """Make the next step if it is steady; its messages, or None if it is not."""
+        made = self.steady_steps(template, now, 1)
+        return None if made is None else made[1]
 
     def steady_steps(
         self, template: MessageTemplate, now: float, limit: int
     ) -> tuple[int, list[Outgoing]] | None:
-        """No step is made without the scheduler."""
+        """Make the next steady steps, ``limit`` at most: how many, and their messages.
+
+        None if there are none: a request ends, or there are too few blocks.
+        """
+        scheduler, rows = self._scheduler, self._rows
+        self._lineup.follow(scheduler.running, self._by_scheduled)
+        shares = sorted(self._lineup.shares.items())
+        limit = min(limit, 1 + TOKENS_AT_ONCE // scheduler.num_running, MOST_STEPS)
+        for _, share in shares:
+            limit = rows.prepare(share.layout, limit)
+        stats = self._decode(limit)
+        if not stats:
+            return None
+        count = len(stats)
+        self.tokens_made += count * scheduler.num_running
+        end = b"".join((b"\xcb", pack_double(now), template.end()))
+        messages: list[Outgoing] = []
+        for client_index, share in shares:
+            head = template.start(len(share.layout))
+            messages += [
+                (client_index, [b"".join((head, made, encoded, end))])
+                for made, encoded in zip(
+                    rows.advance_often(share.layout, count), stats, strict=True
+                )
+            ]
+            stats = [NIL] * count  # once is enough
+        return count, messages
+
+    def _decode(self, limit: int) -> list[bytes]:
+        """Make steady steps of the scheduler; the encoded statistics of each."""
+        encoded: list[bytes] = []
+        stats = self._scheduler.make_stats()
+        usage = None
+        while len(encoded) < limit and self._scheduler.decode():
+            stats.kv_cache_usage = self._cache.usage
+            changed = stats.kv_cache_usage != usage
+            encoded.append(self._encoder.encode(stats) if changed else encoded[-1])
+            usage = stats.kv_cache_usage
+            if events := self._cache.take_events():
+                self._kv_events.append(events)
+        return encoded
 
     def begin(self, now: float) -> None:
         """There may be work again: a message came, or a client is not late any more."""

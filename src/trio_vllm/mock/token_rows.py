@@ -20,6 +20,8 @@ from trio_vllm.mock.request import Request
 _WIDTH = 128
 """Tokens drawn ahead for a request."""
 _FIRST_CAPACITY = 64
+MOST_STEPS = _WIDTH // 2
+"""That can be prepared at once."""
 MAX_ROW_LENGTH = 4096
 """Longer rows, that is very long request ids, are made as objects."""
 
@@ -46,6 +48,8 @@ class Layout:
         self.countdowns = columns[3:]
         self.cells: Indices | None = None
         """Where the bytes of each token are."""
+        self.copies: npt.NDArray[np.uint8] | None = None
+        """The rows many times, for steps that are made together."""
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -169,18 +173,47 @@ class TokenRows:
         last: list[int] = (layout.left == 0).nonzero()[0].tolist()
         return last
 
+    def prepare(self, layout: Layout, limit: int) -> int:
+        """Draw the tokens of several steps, ``limit`` at most, before one in which a row ends; of how many."""
+        count = min(limit, int(layout.left.min()) - 1)
+        if int(layout.ahead.min()) < count:
+            self._draw_for_low(layout)
+        return count
+
+    def advance_often(self, layout: Layout, count: int) -> list[memoryview]:
+        """Write the tokens of several steps, no more than were prepared.
+
+        Returns:
+          The rows after each step, valid until the next call.
+        """
+        if layout.copies is None or len(layout.copies) < count:
+            layout.copies = np.tile(np.frombuffer(layout.buffer, np.uint8), (count, 1))
+        if layout.cells is None:
+            layout.cells = layout.ends[:, None] + self._before_end
+        rows, cells = layout.copies[:count], layout.cells.reshape(-1)
+        tokens = self._all_ahead[layout.places + np.arange(count)[:, None]]
+        for row, data in zip(rows, tokens.view(np.uint8).reshape(count, -1), strict=True):
+            row[cells] = data
+        layout.places += count
+        layout.countdowns -= count
+        layout.quiet_steps = 0  # not looked up
+        return [row.data for row in rows]
+
     def _look_ahead(self, layout: Layout) -> None:
         """Draw tokens if a row has none, and see how long no row will need any."""
         nearest = int(layout.countdowns.min())
         if not nearest:
-            # For those with few as well, so that it is seldom done.
-            (low,) = (layout.ahead <= _WIDTH // 2).nonzero()
-            slots = layout.slots[low]
-            self._draw(slots, layout.left[low], layout.ahead[low])
-            layout.places[low] = slots * _WIDTH
-            layout.ahead[low] = _WIDTH
+            self._draw_for_low(layout)
             nearest = int(layout.countdowns.min())
         layout.quiet_steps = nearest
+
+    def _draw_for_low(self, layout: Layout) -> None:
+        """Draw tokens for the rows that have none or few, so that it is seldom done."""
+        (low,) = (layout.ahead <= _WIDTH // 2).nonzero()
+        slots = layout.slots[low]
+        self._draw(slots, layout.left[low], layout.ahead[low])
+        layout.places[low] = slots * _WIDTH
+        layout.ahead[low] = _WIDTH
 
     def _draw(self, slots: Indices, left: Indices, ahead: Indices) -> None:
         drawn = np.empty((len(slots), _WIDTH), self._cells.dtype)
