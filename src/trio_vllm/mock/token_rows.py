@@ -74,6 +74,7 @@ class TokenRows:
         self._ids: list[array[int] | None] = []
         """By slot, where tokens go once they are drawn."""
         self._heads: list[bytes] = []
+        self._lengths: Indices = np.zeros(0, np.intp)
         self._free: list[int] = []
         self._allocate(0)
 
@@ -94,6 +95,9 @@ class TokenRows:
         new = (self._ahead, self._places, self._keys, self._nexts, self._left)
         for arrays, values in zip(new, old, strict=True):
             arrays[:count] = values
+        lengths = self._lengths
+        self._lengths = np.zeros(capacity, np.intp)
+        self._lengths[:count] = lengths
         self._heads += [b""] * (capacity - count)
         self._ids += [None] * (capacity - count)
         self._free += range(capacity - 1, count - 1, -1)
@@ -109,7 +113,8 @@ class TokenRows:
         if not self._free:
             self._grow()
         slot = self._free.pop()
-        self._heads[slot] = b"".join((b"\x92", pack_str(request.request_id), self._blank))
+        head = b"".join((b"\x92", pack_str(request.request_id), self._blank))
+        self._heads[slot], self._lengths[slot] = head, len(head)
         self._ids[slot] = ids
         self._places[slot] = (slot + 1) * _WIDTH
         self._keys[slot], self._nexts[slot] = request.key, request.emitted
@@ -124,6 +129,29 @@ class TokenRows:
         self._ids[slot] = None
         self._last_tokens.pop(slot, None)
         return int(self._left[slot])
+
+    # Without a layout ---------------------------------------------------------------------------
+
+    def left(self, slots: Indices) -> Indices:
+        """How many tokens the requests in these slots will still get."""
+        return self._left[slots]
+
+    def write(self, slots: Indices) -> memoryview:
+        """The next rows of these slots, which are in no layout; none may be the last."""
+        ahead = (slots + 1) * _WIDTH - self._places[slots]
+        if not ahead.all():
+            (low,) = (ahead <= _WIDTH // 2).nonzero()
+            refilled = slots[low]
+            self._draw(refilled, self._left[refilled], ahead[low])
+            self._places[refilled] = refilled * _WIDTH
+        heads = self._heads
+        buffer = bytearray().join([heads[slot] for slot in slots.tolist()])
+        cells = self._lengths[slots].cumsum()[:, None] + self._before_end
+        tokens = self._all_ahead[self._places[slots]]
+        np.frombuffer(buffer, np.uint8)[cells] = tokens.view(np.uint8).reshape(cells.shape)
+        self._places[slots] += 1
+        self._left[slots] -= 1
+        return memoryview(buffer)
 
     # Layouts ------------------------------------------------------------------------------------
 
