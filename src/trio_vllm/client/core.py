@@ -10,6 +10,7 @@ calls the driver looks at
   all that is submitted or aborted in one go costs one wake-up, and reaches an engine before its next
   step. A message that finds its engine gone is given back with `undeliverable`;
 * `coordination_sends`: messages of the data-parallel waves;
+* `has_endings`: whether more requests have to end than others can wait for; `end_some` ends the next.
 * `failure`: if it is set, no request is served any more.
 
 Outputs and results go to the object that the caller passed in with the request or the call, which
@@ -31,7 +32,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -106,6 +107,9 @@ StatsListener = Callable[[int, SchedulerStats], None]
 
 SMALL = 8 * 1024
 """Bytes of a message that takes no longer than others can wait: less than a millisecond."""
+
+ENDED_AT_ONCE = 512
+"""Requests that are ended without a turn for others: some 2 ms, and ten times that in their callers."""
 
 ResultsListener = Callable[[str, Sequence[Any], Mapping[int, Any]], None]
 """Is called with the method and the arguments of a utility call, and its results by engine index."""
@@ -194,6 +198,7 @@ class FrontendCore:
         self._urgent: list[Engine] = []
         self._unsent: dict[Engine, None] = {}  # engines that may have messages which are not urgent
         self._coordination_sends: list[Sequence[Buffer]] = []
+        self._endings: deque[Iterator[None]] = deque()
         self._dropped: Counter[str] = Counter()
         self._stats_listeners: dict[object, StatsListener] = {}
         self._results_listeners: dict[object, ResultsListener] = {}
@@ -401,15 +406,20 @@ class FrontendCore:
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests with a last output of ours, since an engine answers no abort.
 
-        Ids that are not in flight are ignored.
+        Ids that are not in flight are ignored. Of very many, all but the first wait for `end_some`.
         """
+        sinks: list[Sink] = []
         for request_id in request_ids:
             if engine := self._engines.engine_with(request_id):
-                sink = self._abort(engine, request_id)
-                output = EngineCoreOutput(request_id, finish_reason=FinishReason.ABORT)
-                sink.add_output(output, 0.0, None)
+                sinks.append(engine.requests[request_id])
             elif engine := self._engines.engine_with_session(request_id):
                 self._abort_session(engine, request_id)
+        self._end(sinks, self._abort_sink)
+
+    def _abort_sink(self, engine: Engine, sink: Sink) -> None:
+        self._abort(engine, sink.request_id)
+        output = EngineCoreOutput(sink.request_id, finish_reason=FinishReason.ABORT)
+        sink.add_output(output, 0.0, None)
 
     def _abort_session(self, engine: Engine, request_id: str) -> None:
         """Let an engine forget a session that is between two chunks."""
@@ -421,6 +431,35 @@ class FrontendCore:
         """Abort every request in flight, and every session."""
         for engine in self._engines.by_index.values():
             self.abort([*engine.requests, *engine.sessions])
+
+    def _end(self, sinks: Sequence[Sink], end: Callable[[Engine, Sink], None]) -> None:
+        """End requests, or the first of them if they are many."""
+        rest = self._end_each(sinks, end)
+        for _ in rest:
+            self._endings.append(rest)
+            return
+
+    def _end_each(
+        self, sinks: Sequence[Sink], end: Callable[[Engine, Sink], None]
+    ) -> Iterator[None]:
+        """End those that are still in flight; yields whenever others should have a turn."""
+        for number, sink in enumerate(sinks):
+            if number and not number % ENDED_AT_ONCE:
+                yield
+            engine = self._engines.by_index[sink.engine_index]
+            if engine.requests.get(sink.request_id) is sink:
+                end(engine, sink)
+
+    @property
+    def has_endings(self) -> bool:
+        """Whether there are requests left for `end_some`."""
+        return bool(self._endings)
+
+    def end_some(self) -> None:
+        """End some of the requests that have to end, after which others should have a turn."""
+        for _ in self._endings[0]:
+            return
+        self._endings.popleft()
 
     def _abort(self, engine: Engine, request_id: str) -> Sink:
         """Forget a request, and tell its engine soon; what is held is sent along."""
@@ -434,6 +473,12 @@ class FrontendCore:
 
     def _fail_request(self, engine: Engine, request_id: str, error: EngineCoreError) -> None:
         self._abort(engine, request_id).fail(error)
+
+    def _fail_requests(self, engine: Engine, error: EngineCoreError) -> None:
+        def fail(engine: Engine, sink: Sink) -> None:
+            self._fail_request(engine, sink.request_id, error)
+
+        self._end(list(engine.requests.values()), fail)
 
     # Utility calls ------------------------------------------------------------------------------
 
@@ -906,8 +951,7 @@ class FrontendCore:
         engine.stats_message = None
         engine.sessions.clear()
         self.facts.lost_engine(engine.index)
-        for request_id in list(engine.requests):
-            self._fail_request(engine, request_id, error)
+        self._fail_requests(engine, error)
         self._utility_calls.fail_engine(engine.index, error)
         is_last = len(self._engines.dead) == len(self._engines.by_index)
         if is_last or self.info.data_parallel_size > 1:  # in lockstep, none goes on alone
@@ -919,8 +963,7 @@ class FrontendCore:
             return
         self.failure = error
         for engine in self._engines.by_index.values():
-            for request_id in list(engine.requests):
-                self._fail_request(engine, request_id, error)
+            self._fail_requests(engine, error)
             for request_id in list(engine.sessions):
                 self._abort_session(engine, request_id)
         self._utility_calls.fail_all(error)

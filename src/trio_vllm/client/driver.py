@@ -72,6 +72,7 @@ class CoreDriver:
         self._slice_time = slice_time
         self._sender = Waker()
         self._timer = Waker()
+        self._ender = Waker()
         self._timer_end = 0.0
         self._failed = trio.Event()
         self._learning_tasks = trio.Lock()
@@ -88,6 +89,7 @@ class CoreDriver:
             self._send_queued,
             self._watch_connections,
             self._keep_deadlines,
+            self._end_requests,
         ]
         match self.channels.coordination:
             case LeaderChannels(subscriptions=subscriptions, notices=notices):
@@ -104,6 +106,9 @@ class CoreDriver:
                 yield
             finally:
                 self.close()
+                with trio.CancelScope(shield=True):
+                    await self._end_all()
+                self._send_all()
 
     # Requests -----------------------------------------------------------------------------------
 
@@ -255,6 +260,8 @@ class CoreDriver:
             self._failed.set()
         if core.has_sends:
             self._sender.wake()
+        if core.has_endings:
+            self._ender.wake()
         if core.next_deadline < self._timer_end:
             self._timer.wake()
         for message in core.coordination_sends():
@@ -339,6 +346,20 @@ class CoreDriver:
                 await self._timer.wait()
             self.core.tick(trio.current_time())
             self._follow_up()
+
+    async def _end_requests(self) -> None:
+        """Task: end requests where more have to end than others can wait for."""
+        while True:
+            await self._end_all()
+            await self._ender.wait()
+
+    async def _end_all(self) -> None:
+        """End all that have to end, with turns for others in between."""
+        await trio.lowlevel.checkpoint()
+        while self.core.has_endings:
+            self.core.end_some()
+            self._follow_up()
+            await trio.lowlevel.checkpoint()
 
     async def _watch_connections(self) -> None:
         """Task: tell the core of broken connections."""

@@ -424,9 +424,9 @@ class Llm:
         Unknown and finished ids are ignored. Without ids, everything in flight is aborted. The
         callers that wait get the tokens so far, with `FinishReason.ABORT`.
         """
-        for external_id in as_request_ids(request_ids) or list(self._generations):
-            for generation in self._generations.get(external_id, ()):
-                self.client.abort([c.request_id for c in generation.collectors])
+        external_ids = as_request_ids(request_ids) or list(self._generations)
+        generations = [one for id_ in external_ids for one in self._generations.get(id_, ())]
+        self.client.abort([c.request_id for one in generations for c in one.collectors])
 
     async def shutdown(self) -> None:
         """Abort everything and close the client; idempotent. Later calls raise `ClientClosedError`."""

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 
@@ -38,7 +38,7 @@ from trio_vllm.mock.kv_events import KvCacheEvent
 from trio_vllm.mock.request import Refusal, Request, RequestFactory
 from trio_vllm.mock.spread import Spread
 from trio_vllm.mock.unlimited import Counts, UnlimitedScheduler
-from trio_vllm.mock.utilities import EngineControl, RequestAction
+from trio_vllm.mock.utilities import EngineControl, Outcome, RequestAction
 from trio_vllm.protocol import (
     AbortRequests,
     AddDecoder,
@@ -283,6 +283,12 @@ class Session:
     """Chunks to come, and the ADD that ends the session, if that has come."""
 
 
+ABORTS_AT_ONCE = 64
+"""Requests aborted without a turn for others: less than 1 ms, with long contexts in a schedule some 10."""
+
+Chore: TypeAlias = Generator[list[Outgoing], None, list[Outgoing]]
+"""Work in slices, each of which gives what to send, as does the end."""
+
 PAUSED = Refusal("the engine is paused", "engine_paused", retryable=True)
 DUPLICATE = Refusal("a request with this id is in flight")
 
@@ -336,6 +342,8 @@ class MockEngine:
         self._load = LoadReporter()
         self._wave = Wave(engine_index) if config.lockstep and has_coordinator else None
         self._held: frozenset[int] = frozenset()
+        self._chores: deque[Chore] = deque()
+        """What takes longer than others can wait, and goes on in the place of steps."""
         self._has_work = False  # it may turn out that nothing is to be done
         self._is_steady = False  # until a message comes, steps make tokens and nothing else
         self._is_shutting_down = False
@@ -491,7 +499,7 @@ class MockEngine:
         if drain:
             return []
         self._scheduler.release_all()
-        return self._abort_all(now)
+        return self._begin_chore(self._abort_all(now))
 
     # Requests coming ----------------------------------------------------------------------------
 
@@ -635,32 +643,46 @@ class MockEngine:
 
     def _abort(self, request_ids: Iterable[str], now: float) -> list[Outgoing]:
         """Drop these requests without an answer; unknown ids do not matter."""
-        replies: list[Outgoing] = []
-        for request_id in request_ids:
-            request = self._scheduler.get(request_id)
-            if request is not None:
-                self._scheduler.remove(request)
-                replies += self._ended(request, FinishReason.ABORT, now)
-                self._finish_silently(request.client_index, request_id)
-            elif (session := self._sessions.pop(request_id, None)) is not None:
+        found = {request_id: self._scheduler.get(request_id) for request_id in request_ids}
+        requests = [request for request in found.values() if request is not None]
+        self._drop(requests)
+        for request in requests:
+            self._finish_silently(request.client_index, request.request_id)
+        for request_id in found:
+            if (session := self._sessions.pop(request_id, None)) is not None:
                 self._finish_silently(session.client_index, request_id)
-        return replies
+        return []
 
-    def _abort_all(self, now: float) -> list[Outgoing]:
-        """Drop all requests and sessions, and tell their clients."""
-        aborted: dict[int, list[str]] = {}
-        replies: list[Outgoing] = []
-        for request in self._scheduler.unfinished():
-            self._scheduler.remove(request)
-            replies += self._ended(request, FinishReason.ABORT, now)
-            aborted.setdefault(request.client_index, []).append(request.request_id)
-        for request_id, session in self._sessions.items():
-            aborted.setdefault(session.client_index, []).append(request_id)
-        self._sessions.clear()
-        for client_index, request_ids in aborted.items():
-            reply = self._replies.ended(client_index, request_ids, FinishReason.ABORT, now)
-            replies.append(reply)
-        return replies
+    def _drop(self, requests: Sequence[Request]) -> None:
+        """Forget unfinished requests, and their sessions."""
+        self._scheduler.remove(requests)
+        for request in requests:
+            self._account_for(request, FinishReason.ABORT)
+
+    def _abort_all(self, now: float) -> Chore:
+        """Drop the requests and sessions that there are now, and tell their clients, some at a time."""
+        requests, sessions = self._scheduler.unfinished(), self._sessions.copy()
+        aborted: defaultdict[int, list[str]] = defaultdict(list)
+        for start in range(0, len(requests), ABORTS_AT_ONCE):
+            if start:
+                yield self._tell_aborted(aborted, now)
+                aborted.clear()
+            some = requests[start : start + ABORTS_AT_ONCE]
+            some = [one for one in some if self._scheduler.get(one.request_id) is one]
+            self._drop(some)
+            for request in some:
+                aborted[request.client_index].append(request.request_id)
+        for request_id, session in sessions.items():
+            if self._sessions.get(request_id) is session:
+                del self._sessions[request_id]
+                aborted[session.client_index].append(request_id)
+        return self._tell_aborted(aborted, now)
+
+    def _tell_aborted(self, aborted: Mapping[int, list[str]], now: float) -> list[Outgoing]:
+        return [
+            self._replies.ended(client_index, request_ids, FinishReason.ABORT, now)
+            for client_index, request_ids in aborted.items()
+        ]
 
     def _finish_silently(self, client_index: int, request_id: str) -> None:
         if self._has_coordinator:
@@ -677,24 +699,45 @@ class MockEngine:
             return [self._replies.utility(request.client_index, output, now)]
         holds_blocks = self._scheduler.holds_blocks
         outcome = self._control.call(request, self.counts, holds_blocks=holds_blocks)
-        replies: list[Outgoing] = []
         self._scheduler.paused = self._control.pause.scheduler
+        replies = self._begin_chore(self._carry_out(outcome, request.client_index, now))
+        if self._template.weight_version != self._control.weight_version:
+            self._template = MessageTemplate(self.engine_index, self._control.weight_version)
+            self._scheduler.forget_messages()
+        return replies
+
+    def _carry_out(self, outcome: Outcome, client_index: int, now: float) -> Chore:
+        """Do what a call does to requests, and then answer it, if that is due."""
+        replies: list[Outgoing] = []
         match outcome.action:
             case RequestAction.ABORT_ALL:
-                replies += self._abort_all(now)
+                replies += yield from self._abort_all(now)
             case RequestAction.ABORT_ALL_AND_RESET:
-                replies += self._abort_all(now)
+                replies += yield from self._abort_all(now)
                 self._scheduler.reset_cache(now)
             case RequestAction.PREEMPT_ALL:
                 self._scheduler.preempt_all(now)
             case RequestAction.RESET_CACHE:
                 self._scheduler.reset_cache(now)
         if outcome.output is not None:
-            replies.append(self._replies.utility(request.client_index, outcome.output, now))
-        if self._template.weight_version != self._control.weight_version:
-            self._template = MessageTemplate(self.engine_index, self._control.weight_version)
-            self._scheduler.forget_messages()
+            replies.append(self._replies.utility(client_index, outcome.output, now))
         return replies
+
+    # What takes long ----------------------------------------------------------------------------
+
+    def _begin_chore(self, chore: Chore) -> list[Outgoing]:
+        """Do something, unless another thing is under way or it takes long; steps do the rest."""
+        self._chores.append(chore)
+        return self._go_on() if len(self._chores) == 1 else []
+
+    def _go_on(self) -> list[Outgoing]:
+        """Do a slice of what is under way."""
+        try:
+            return next(self._chores[0])
+        except StopIteration as end:
+            self._chores.popleft()
+            messages: list[Outgoing] = end.value
+            return messages
 
     # Steps --------------------------------------------------------------------------------------
 
@@ -736,6 +779,8 @@ class MockEngine:
 
     def next_step_time(self, now: float) -> float | None:
         """When the next step is due, which may be before ``now``; None until a message comes."""
+        if self._chores and not self.is_dead:
+            return now
         return self._scheduler.due(now) if self._has_work and not self.is_dead else None
 
     def hold_clients(self, held: frozenset[int], now: float) -> None:
@@ -748,7 +793,9 @@ class MockEngine:
         self._scheduler.hold(held)
 
     def step(self, now: float) -> list[Outgoing]:
-        """Make a step, if there is something to step; give what to send."""
+        """Make a step, or go on with what takes long; give what to send."""
+        if self._chores:
+            return self._go_on()
         self.step_count += 1
         self._stepped_at = now
         if self._is_steady:

@@ -24,7 +24,7 @@ import trio
 from trio_vllm.concurrency import Waker
 from trio_vllm.errors import DecodeError, EngineDeadError
 from trio_vllm.mock.encoding import COORDINATOR, Outgoing
-from trio_vllm.mock.engine import MockEngine
+from trio_vllm.mock.engine import ABORTS_AT_ONCE, MockEngine
 from trio_vllm.protocol import (
     ENGINE_CORE_DEAD,
     AbortRequests,
@@ -45,10 +45,6 @@ STEPS = 32
 
 INPUT_LIMIT = 256
 """Messages received at a time."""
-
-
-ABORTS_AT_ONCE = 256
-"""Requests aborted without a turn for others: some 2 ms."""
 
 
 @attrs.frozen(kw_only=True)

@@ -122,6 +122,7 @@ class SimulatedScheduler:
         self._sampled: dict[ScheduledRequest, Sampled] = {}
         self._lost = 0.0
         self._resets_at_end = False  # what resets the cache waits for the end of the step
+        self._resetting: Iterator[None] | None = None  # or goes on in the place of steps
         self._rows = TokenRows(config.vocab_size, source)
         self._maker = RowMaker(config, source)
         # In a slot a request gets one token a step.
@@ -162,6 +163,8 @@ class SimulatedScheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step is in hand, or can begin."""
+        if self._resetting is not None:
+            return True
         return (self._in_hand is not None or self._scheduler.has_work) and not self._is_stalled
 
     @property
@@ -220,10 +223,10 @@ class SimulatedScheduler:
             scheduled.transfer_time = self._request_times.of_transfer(request.key)
         self._scheduler.add(scheduled, now)
 
-    def remove(self, request: Request) -> None:
-        """Forget an unfinished request; what it has ``emitted`` is up to date then."""
-        self._scheduler.abort([request.request_id])
-        self._forget([self._members[request.request_id]])
+    def remove(self, requests: Sequence[Request]) -> None:
+        """Forget unfinished requests; what they have ``emitted`` is up to date then."""
+        self._scheduler.abort([request.request_id for request in requests])
+        self._forget([self._members[request.request_id] for request in requests])
         self._is_exact = False
 
     def _forget(self, members: Sequence[Member]) -> None:
@@ -257,15 +260,26 @@ class SimulatedScheduler:
         """Let all running requests wait again, and forget the prefix cache."""
         self._scheduler.wake()
         self._is_exact = False
+        self._resets_at_end = True
         if self._in_hand is None:
-            self._scheduler.reset_prefix_cache(now, reset_running_requests=True)
-        else:
-            self._resets_at_end = True
+            self._reset(now)
 
-    def _reset_when_ended(self, now: float) -> None:
+    def _reset(self, now: float) -> None:
+        """Do what `preempt_all` wants, or begin with it if it takes long."""
         if self._resets_at_end:
             self._resets_at_end = False
-            self._scheduler.reset_prefix_cache(now, reset_running_requests=True)
+            self._resetting = self._scheduler.preempt_all(now)
+            self._is_resetting(now)
+
+    def _is_resetting(self, now: float) -> bool:
+        """Go on with it for a slice; whether there is more."""
+        if self._resetting is None:
+            return False
+        for _ in self._resetting:
+            return True
+        self._resetting = None
+        self._scheduler.reset_prefix_cache(now)
+        return False
 
     def reset_cache(self, now: float) -> None:
         """Forget the prefix cache, if no request runs."""
@@ -333,18 +347,22 @@ class SimulatedScheduler:
 
     def due(self, now: float) -> float:
         """When the step in hand ends, or the next one begins."""
+        if self._resetting is not None:
+            return now
         return self._scheduler.due(now) if self._in_hand is None else self._due
 
     def step(self, now: float, builder_for: Callable[[int], MessageBuilder]) -> list[Request]:
         """End the step in hand and begin the next; which requests have finished."""
         finished: list[Request] = []
+        if self._is_resetting(now):
+            return finished
         step, begin = self._in_hand, now
         if step is not None:
             if now < self._due or self._is_stalled or not self._is_sampled(step):
                 return finished
             begin = self._keep_pace(self._due, now)
             finished = self._end(step, builder_for)
-        if self.has_work:
+        if self.has_work and self._resetting is None:
             following = self._scheduler.schedule(now)
             duration = self._times.duration(following)
             self._in_hand, self._due = following, begin + duration
@@ -413,7 +431,7 @@ class SimulatedScheduler:
         self._make_stats(step)
         if finished:
             self._forget(finished)
-        self._reset_when_ended(step.now)
+        self._reset(step.now)
         return [member.request for member in finished]
 
     def _write(
@@ -566,6 +584,8 @@ class TimedRequests(SimulatedScheduler):
     @property
     def has_work(self) -> bool:
         """Whether a row is withheld, or something can be scheduled."""
+        if self._resetting is not None:
+            return True
         has_rows = bool(self._dues or self._group) or self._in_hand is not None
         return (has_rows or self._scheduler.has_work) and not self._is_stalled
 
@@ -579,15 +599,16 @@ class TimedRequests(SimulatedScheduler):
         super().add(request, now)
         self._is_eager = True
 
-    def remove(self, request: Request) -> None:
-        """Forget an unfinished request: there may be room for another."""
-        self._group.leave(self._members[request.request_id])
-        super().remove(request)
+    def remove(self, requests: Sequence[Request]) -> None:
+        """Forget unfinished requests: there may be room for others."""
+        for request in requests:
+            self._group.leave(self._members[request.request_id])
+        super().remove(requests)
         self._is_eager = True
 
     def due(self, now: float) -> float:
         """When the next row is due, or a transfer of blocks is over."""
-        if self._is_eager or self._in_hand is not None:
+        if self._is_eager or self._in_hand is not None or self._resetting is not None:
             return now
         if not (self._dues or self._group):
             return self._scheduler.due(now)
@@ -609,6 +630,8 @@ class TimedRequests(SimulatedScheduler):
         if not self.has_work:
             self._is_eager = False
             return finished
+        if self._is_resetting(now):
+            return finished
         if not self._scheduler.has_room() or self._has_chunks:
             self._withhold(self._group.dissolve())
         step = self._in_hand = self._in_hand or self._step_of_due(now)
@@ -624,7 +647,7 @@ class TimedRequests(SimulatedScheduler):
             running = RequestStatus.RUNNING
             self._unscheduled.update(one for one in step.rows if one.status is running)
         self._is_eager, self._looked_at = False, now
-        if self._scheduler.has_work:
+        if self._scheduler.has_work and self._resetting is None:
             self._schedule(now, in_group, keep_stats=step is not None)
         self._last.clear()
         return finished
