@@ -301,6 +301,26 @@ def test_steps_of_a_schedule_are_made_at_once_where_that_is_possible() -> None:
     assert len(made_at_once(schedule=True, enable_logging_iteration_details=True)) == 1
 
 
+def test_steps_are_made_at_once_while_a_waiting_request_lacks_blocks() -> None:
+    """It is admitted in the same step as on the plain path."""
+    config: dict[str, Any] = {"num_gpu_blocks": 12, "max_model_len": 160}
+    several, plain = drive(**config), drive(fast_path=False, **config)
+    for driver in (several, plain):
+        driver.add("a", 80, prompt_token_ids=[*range(60)])
+        driver.step(2)
+        driver.add("b", 2, prompt_token_ids=[*range(100, 258)])
+        driver.step(2)
+    assert len(several.engine.steps(200.0, 32)) == 32
+    plain.step(32)
+    several.sent.clear()
+    plain.sent.clear()
+    several.step_at_once(60)
+    plain.step(60)
+
+    assert messages_for(0, several) == messages_for(0, plain)
+    assert len(several.tokens("b")) == 2
+
+
 def made_at_once(**config: Any) -> list[Any]:
     """What an engine with one request makes when it is asked for several steps."""
     driver = drive(**config)

@@ -65,6 +65,11 @@ class DecodeGroup:
         """How many requests need another block for the next step."""
         return len(self._places[-self._clock % self._size])
 
+    @property
+    def blocks_filled(self) -> int:
+        """How many requests fill a block in the next step."""
+        return len(self._places[(-self._clock - 1) % self._size])
+
     def step(self) -> tuple[Sequence[ScheduledRequest], Sequence[ScheduledRequest]]:
         """Compute a token of each.
 

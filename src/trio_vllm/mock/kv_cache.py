@@ -182,6 +182,8 @@ class KvCache:
         self._int_event_hashes = int_event_hashes
         self._events: list[KvCacheEvent] = []
         self._statistics = PrefixCacheStats()
+        self.num_changes = 0
+        """How many blocks were cached or evicted so far."""
 
     @property
     def free_count(self) -> int:
@@ -259,10 +261,11 @@ class KvCache:
             if hashes[block] is not None:
                 self._evict(block)
 
-    def cache_block_of_each(self, tables: Iterable[BlockTable]) -> None:
+    def cache_block_of_each(self, tables: Sequence[BlockTable]) -> None:
         """Make the first block of each of these tables known that is not known yet; it must be full."""
         if not self.enable_prefix_caching:
             return
+        self.num_changes += len(tables)
         hashes, setdefault = self._hashes, self._cached.setdefault
         for table in tables:
             known = table.num_cached
@@ -289,6 +292,7 @@ class KvCache:
             self._hashes[block] = block_hash
             self._cached.add(block_hash, block)
         table.num_cached = full
+        self.num_changes += full - known
         if self.enable_events:
             self._events.append(self._stored_event(table, known, full))
 
@@ -357,6 +361,7 @@ class KvCache:
 
     def _evict(self, block: int) -> None:
         """Forget the contents of a cached block."""
+        self.num_changes += 1
         block_hash, self._hashes[block] = self._hashes[block], None
         assert block_hash is not None
         self._cached.remove(block_hash, block)

@@ -181,6 +181,17 @@ def _holds_blocks(request: ScheduledRequest) -> bool:
 
 
 @attrs.frozen
+class Shortage:
+    """A waiting request that did not fit."""
+
+    request: ScheduledRequest
+    needed: int
+    """Free blocks that it would have taken then."""
+    num_changes: int
+    """Of the cache until then."""
+
+
+@attrs.frozen
 class Loan:
     """Blocks of a request that is over, kept for another engine."""
 
@@ -336,6 +347,7 @@ class Scheduler:
         self._requests: dict[str, ScheduledRequest] = {}
         self._skipped: set[ScheduledRequest] = set()
         self._fast_path = fast_path and not config.num_speculative_tokens
+        self._shortage: Shortage | None = None
         self._group = DecodeGroup(cache.block_size)
         self._watermark_blocks = int(config.watermark * cache.num_blocks)
         self._seats = 0
@@ -525,21 +537,30 @@ class Scheduler:
 
         What comes from outside may change that.
         """
-        count, most = len(self._running), self._config.token_budget
-        has_room = count < min(most, self._config.max_running)
         return (
-            0 < count == len(self._group) <= most
+            0 < len(self._running) == len(self._group) <= self._config.token_budget
             and self.paused != "all"
             and self._remote is None
-            and not (has_room and self.num_waiting)
+            and not self._may_admit()
         )
+
+    def _may_admit(self, num_changes: int = 0) -> bool:
+        """Whether a waiting request might be admitted after so many more changes of the cache."""
+        config = self._config
+        is_full = len(self._running) >= min(config.token_budget, config.max_running)
+        if is_full or not self.num_waiting:
+            return False
+        request = self._waiting.peek()
+        is_in_turn = not request.blocked and config.max_loras is None
+        return not (is_in_turn and self._lacks_blocks(request, num_changes))
 
     def decode(self) -> bool:
         """Make a step that is steady, and in which no request ends, unless blocks are short for it.
 
         It is what `schedule` and `update` do with such a step; whether it was made.
         """
-        if self._group.blocks_needed > self._cache.free_count:
+        group = self._group
+        if group.blocks_needed > self._cache.free_count or self._may_admit(group.blocks_filled):
             return False
         self._pass_edges(*self._group.step())
         self._steps += 1
@@ -849,6 +870,8 @@ class Scheduler:
     def _admit(self, request: ScheduledRequest, step: Step) -> bool:
         """Let the first waiting request run, unless it does not fit."""
         cache, table = self._cache, request.table
+        if self._lacks_blocks(request):
+            return False
         was_held = _holds_blocks(request)
         cached = [] if was_held else cache.find_cached(table, request.num_tokens)
         num_computed_tokens = request.num_computed_tokens or len(cached) * cache.block_size
@@ -897,7 +920,23 @@ class Scheduler:
         needed += cache.count_unreferenced(cached)
         if self._running:
             needed += self._watermark_blocks
-        return needed <= cache.free_count
+        fits = needed <= cache.free_count
+        is_simple = config.scheduler_reserve_full_isl and self._remote is None
+        if not fits and is_simple and self._fast_path:
+            self._shortage = Shortage(request, needed, cache.num_changes)
+        return fits
+
+    def _lacks_blocks(self, request: ScheduledRequest, num_changes: int = 0) -> bool:
+        """Whether it is clear without a look at the cache that a waiting request does not fit.
+
+        What it needs besides blocks that others hold has become less by one at most with each change of
+        the cache: one more block of its prefix is cached, or one that is held takes the place of one that is not.
+        """
+        shortage, cache = self._shortage, self._cache
+        if shortage is None or shortage.request is not request or not self._running:
+            return False
+        num_changes += cache.num_changes - shortage.num_changes
+        return shortage.needed - num_changes > cache.free_count
 
     def _seat(self, request: ScheduledRequest, queue: Queue, step: Step) -> None:
         """Move the first waiting request of a queue to the running ones."""
@@ -905,6 +944,7 @@ class Scheduler:
         self._skipped.discard(request)
         if self._remote is not None:
             self._remote.request_left(request)
+        self._shortage = None
         self._seats += 1
         request.seat = self._seats
         request.status = RequestStatus.RUNNING
