@@ -11,6 +11,7 @@ import functools
 import inspect
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
@@ -249,7 +250,8 @@ class Turns:
         self._gap = gap
         self._width = width
         self._clock = clock
-        self._line = trio.lowlevel.ParkingLot()
+        # A `trio.lowlevel.ParkingLot` does the same, at half the speed.
+        self._line: OrderedDict[trio.lowlevel.Task, None] = OrderedDict()
         self._is_pausing = False
         self._last = self._end = -math.inf
 
@@ -274,11 +276,18 @@ class Turns:
 
     async def wait_in_line(self) -> None:
         """Go on when it is this task's turn, which has come."""
-        if self._line or self._is_pausing:
-            await self._line.park()
-            self._line.unpark()
-        else:
+        if not (self._line or self._is_pausing):
             await self._pause()
+            return
+        task = trio.lowlevel.current_task()
+        self._line[task] = None
+
+        def abort(_: trio.lowlevel.RaiseCancelT) -> trio.lowlevel.Abort:
+            del self._line[task]
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        await trio.lowlevel.wait_task_rescheduled(abort)
+        self._let_go_on(1)
 
     async def _pause(self) -> None:
         self._is_pausing = True
@@ -287,4 +296,10 @@ class Turns:
         finally:
             self._is_pausing = False
             self._end = self._clock() + self._slice_time
-            self._line.unpark(count=self._width)
+            self._let_go_on(self._width)
+
+    def _let_go_on(self, count: int) -> None:
+        line = self._line
+        for _ in range(min(count, len(line))):
+            task, _ = line.popitem(last=False)
+            trio.lowlevel.reschedule(task)

@@ -262,6 +262,24 @@ def test_values_of_structs_are_checked(cls: Any) -> None:
         assert caught.value.where == where
 
 
+@as_map(omit_defaults=True)
+@attrs.define
+class Limits:
+    most: UInt32 | None = 16
+    is_hard: bool = False
+
+
+def test_only_defaults_are_omitted() -> None:
+    """Neither None, where it is a value of its own, nor what only equals the default."""
+    codec = codec_of(Limits)
+
+    assert codec.encode(Limits(), []) == {}
+    assert codec.encode(Limits(most=None, is_hard=True), []) == {"most": None, "is_hard": True}
+    with pytest.raises(CodecError) as caught:
+        codec.encode(Limits(is_hard=0), [])  # type: ignore[arg-type]
+    assert caught.value.where == "is_hard"
+
+
 @attrs.define
 class Everything:
     """A field of every type of which a codec follows."""

@@ -117,7 +117,10 @@ ResultsListener = Callable[[str, Sequence[Any], Mapping[int, Any]], None]
 FRAMES_WITHOUT_ARRAYS = 2
 """Those of an ADD: its type and its payload. Others are arrays."""
 
-_ALIVE = EngineState.ALIVE  # an enumeration member costs as much to look up as three calls
+# An enumeration member costs as much to look up as three calls.
+_ALIVE = EngineState.ALIVE
+_ERROR = FinishReason.ERROR
+_SESSION_ENDS = (FinishReason.ABORT, FinishReason.ERROR)
 
 FROM_STRANGER = "a message from a connection that is not known to be an engine's"
 FOR_OTHER_ENGINE = "a message that names an engine which its connection does not belong to"
@@ -816,9 +819,9 @@ class FrontendCore:
             output.request_id,
             engine.index,
             answered=output.pooling_output is not None,
-            has_failed=output.finish_reason is FinishReason.ERROR,
+            has_failed=output.finish_reason is _ERROR,
         )
-        if output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+        if output.finish_reason in _SESSION_ENDS:
             engine.sessions.discard(output.request_id)
 
     def _receive_finished(self, engine: Engine, request_ids: list[str]) -> None:

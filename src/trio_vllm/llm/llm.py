@@ -310,9 +310,6 @@ class Llm:
           Aborts the request.
         """
         check_kind("generate", request, GenerateRequest)
-        return await self._complete(request)
-
-    async def _complete(self, request: GenerateRequest) -> GenerateOutput:
         generation = await self._begin(request, FINAL_ONLY)
         try:
             await generation.wait_ended()
@@ -405,7 +402,7 @@ class Llm:
 
         async def complete(request: GenerateRequest) -> GenerateOutput:
             check_kind("map", request, GenerateRequest)
-            return await self._complete(request)
+            return await self.generate(request)
 
         results = BatchResults(
             requests,

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -385,29 +384,28 @@ class ZmqSocket:
 
     async def _wait(self, event: int, poll_interval: float) -> None:
         """Wait until ``event`` may have become possible. Returns for nothing at times."""
-        with trio.move_on_after(self._patience(event, poll_interval)) as scope:
+        with trio.CancelScope() as scope:
+            if event == SENDABLE and self._budget is not None and self._budget.is_full:
+                scope.deadline = trio.current_time() + poll_interval
             self._waiting[event] = scope
             try:
                 if self._descriptor_is_watched:
                     await trio.sleep_forever()
                 else:
-                    await self._watch_descriptor()
+                    await self._watch_descriptor(event)
             finally:
                 del self._waiting[event]
 
-    def _patience(self, event: int, poll_interval: float) -> float:
-        is_full = self._budget is not None and event == SENDABLE and self._budget.is_full
-        return poll_interval if is_full else math.inf
-
-    async def _watch_descriptor(self) -> None:
+    async def _watch_descriptor(self, event: int) -> None:
         self._descriptor_is_watched = True
         try:
             # Readable, for sending as well: it only means that something has happened.
             await trio.lowlevel.wait_readable(self._descriptor)
         finally:
             self._descriptor_is_watched = False
-            for scope in self._waiting.values():
-                scope.cancel()  # ours is over; the other direction looks, and watches in our place
+            for other, scope in self._waiting.items():
+                if other != event:  # whose task now looks, and watches in our place
+                    scope.cancel()
 
     def _process_events(self) -> int:
         """Make ØMQ process what has happened; give what is possible now."""
