@@ -228,7 +228,7 @@ MESSAGES = 50
 
 def measure_engines(effort: Effort) -> list[Figure]:
     """What a row costs if it comes from one of 8, 64 or 512 engines that answer like vLLM's."""
-    rows, seconds = effort.part(ROWS), 8.0 * effort.scale
+    rows, seconds = effort.part(ROWS), 4.0 * effort.scale
     figures: list[Figure] = []
     for count in ENGINES:
         if count > MOST_QUICKLY and effort.scale < 1:
