@@ -1,6 +1,6 @@
 """Run benchmarks, and print how fast we are next to a yardstick.
 
-Without names all of them run, in less than ten minutes (with --quick, in two). What matters is the
+Without names all of them run, in some ten minutes (with --quick, in three). What matters is the
 ratio of the two, since both are measured in turns.
 """
 
