@@ -1,6 +1,6 @@
 """Run benchmarks, and print how fast we are next to a yardstick.
 
-Without names all of them run, in less than ten minutes (with --quick, in two). What matters is the
+Without names all of them run, in some ten minutes (with --quick, in three). What matters is the
 ratio of the two, since both are measured in turns.
 """
 
@@ -33,8 +33,15 @@ from bench.measure_engine import (
     measure_processes,
     measure_schedule,
     measure_startup,
+    measure_steps,
 )
-from bench.measure_load import measure_load, measure_logprobs, measure_round_trip
+from bench.measure_load import (
+    measure_engines,
+    measure_load,
+    measure_logprobs,
+    measure_round_trip,
+    measure_streams,
+)
 from bench.report import TOLERANCE, markdown, plot, regressions, table, write_json
 from bench.turns import FULL, QUICK, Effort
 
@@ -43,12 +50,15 @@ BENCHMARKS: dict[str, Callable[[Effort], list[Figure]]] = {
     "churn": measure_churn,
     "schedule": measure_schedule,
     "pace": measure_pace,
+    "steps": measure_steps,
     "processes": measure_processes,
     "startup": measure_startup,
     "idle": measure_idle,
     "engine-memory": measure_engine_memory,
     "load": measure_load,
     "logprobs": measure_logprobs,
+    "streams": measure_streams,
+    "engines": measure_engines,
     "round-trip": measure_round_trip,
     "dispatch": measure_dispatch,
     "submission": measure_submission,

@@ -97,15 +97,22 @@ def measure_client_memory(_effort: Effort) -> list[Figure]:
 
 def measure_pauses(effort: Effort) -> list[Figure]:
     """How long huge messages keep all other tasks from running."""
+    rows, requests = effort.part(1_000_000), effort.part(50_000)
+    limit = Target(20.0)
+    pauses: list[tuple[str, str, str, Target | None, dict[str, int]]] = [
+        ("by a prompt of 100,000 tokens", "pause_by_prompt", "packb alone", None, {}),
+        ("by logprobs of the vocabulary", "pause_by_logprobs", "copying them", None, {}),
+        ("by 1,024 outputs with logprobs", "pause_by_outputs", "unpackb alone", limit, {}),
+        ("by rows of nobody", "pause_by_strangers", "unpackb alone", limit, {"rows": rows}),
+        ("by requests at once", "pause_by_requests", "tasks", limit, {"requests": requests}),
+        ("by a tensor of 200 MB, sent", "pause_by_sent_tensor", "copying it", limit, {}),
+        ("by a tensor of 200 MB, received", "pause_by_received_tensor", "copying it", limit, {}),
+        ("of the mock by 1,000,000 tokens", "pause_of_the_mock", "unpackb alone", None, {}),
+    ]
     with working("the client", python("bench.work_pauses")) as worker:
         return [
-            ask_in_turns(effort, worker, name, "ms", "less", yardstick, task=task)
-            for name, task, yardstick in (
-                ("pause by a prompt of 100,000 tokens", "pause_by_prompt", "packb alone"),
-                ("pause by logprobs of the vocabulary", "pause_by_logprobs", "copying them"),
-                ("pause by 1,024 outputs with logprobs", "pause_by_outputs", "unpackb alone"),
-                ("pause by 200,000 rows of nobody", "pause_by_strangers", "unpackb alone"),
-                ("pause by 10,000 requests at once", "pause_by_requests", "tasks that wait"),
-                ("pause of the mock by 1,000,000 tokens", "pause_of_the_mock", "unpackb alone"),
+            ask_in_turns(
+                effort, worker, f"pause {name}", "ms", "less", yardstick, target, task=task, **size
             )
+            for name, task, yardstick, target, size in pauses
         ]

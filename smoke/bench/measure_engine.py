@@ -175,6 +175,42 @@ def measure_pace(effort: Effort) -> list[Figure]:
     return figures
 
 
+INTERVALS = {"10ms": (0.010, 300, (1, 64, 1000)), "1ms": (0.001, 2000, (1, 64))}
+"""Of ``--step-interval``: seconds between two tokens, tokens of each request, and how many requests.
+
+To look at the tokens of 1,000 requests takes longer than a millisecond.
+"""
+
+
+def measure_steps(effort: Effort) -> list[Figure]:
+    """1, 64 and 1,000 streams with --step-interval: how regular they are."""
+    figures: list[Figure] = []
+    for option, (gap, tokens, concurrencies) in INTERVALS.items():
+        with connected("mock-engine", mock_engine(1, "--step-interval", option)) as frontend:
+            for concurrency in concurrencies:
+                samples = [
+                    pace(frontend, concurrency, effort.part(tokens)) for _ in range(effort.rounds)
+                ]
+                name = f"{concurrency} streams, --step-interval {option}"
+                figures += [
+                    Figure(
+                        f"{name}: mean gap off by",
+                        "%",
+                        "less",
+                        [abs(sample.mean / gap - 1) * 100 for sample in samples],
+                        target=Target(1.0),
+                    ),
+                    Figure(
+                        f"{name}: P99 gap over it",
+                        "ms",
+                        "less",
+                        [(sample.p99 - gap) * 1e3 for sample in samples],
+                        target=Target(1.0),
+                    ),
+                ]
+    return figures
+
+
 def measure_processes(effort: Effort) -> list[Figure]:
     """Four engines in two processes, next to four in one."""
     tokens = effort.part(2_000_000)

@@ -203,6 +203,59 @@ def measure_logprobs(effort: Effort) -> list[Figure]:
     return [*figures, cpu_figure(name, *of_prompts, ASYNC_LLM, Target(0.15, "ratio"))]
 
 
+STREAMS = 1024
+STREAM_TOKENS = 32
+
+
+def measure_streams(effort: Effort) -> list[Figure]:
+    """1,024 streams where each message has the token of one, next to vLLM's own client."""
+    engine = step_engine("--rows", "1")
+    order = {"task": "stream", "concurrency": STREAMS, "seconds": 2.0 * effort.scale}
+    order["max_tokens"] = STREAM_TOKENS
+    with ours(engine) as worker, theirs(engine) as yardstick:
+        loads = both(effort, order, worker, yardstick, STREAM_TOKENS)
+    return load_figures("1,024 streams, a token a message", *loads, Target(10, "ratio"))
+
+
+ENGINES = (8, 64, 512)
+MOST_QUICKLY = 64
+"""More engines take a minute to get their requests."""
+
+ROWS = 256
+MESSAGES = 50
+"""Rows of a message, and messages a second, that 64 engines shall need one core for."""
+
+
+def measure_engines(effort: Effort) -> list[Figure]:
+    """What a row costs if it comes from one of 8, 64 or 512 engines that answer like vLLM's."""
+    rows, seconds = effort.part(ROWS), 4.0 * effort.scale
+    figures: list[Figure] = []
+    for count in ENGINES:
+        if count > MOST_QUICKLY and effort.scale < 1:
+            continue
+        # As many rows a second from all together: the engines share the machine with the client.
+        interval = count / ENGINES[0] / MESSAGES * rows / ROWS
+        engine = step_engine("--engines", str(count), "--interval", str(interval))
+        command = [*python("bench.work_llm"), "{}", str(count)]
+        with on_engine(
+            f"Llm with {count} engines",
+            engine,
+            lambda port: [*command[:-2], address(port), command[-1]],  # noqa: B023  (called at once)
+        ) as worker:
+            answers = [
+                worker.ask(task="hold", concurrency=rows * count, seconds=seconds)
+                for _ in range(effort.rounds)
+            ]
+        costs = [answer["cpu_seconds"] / answer["tokens"] * 1e6 for answer in answers]
+        first = figures[0].samples if figures else []
+        target = Target(1.2, "ratio") if figures else None
+        name = f"{count} engines, {ROWS} rows a message: CPU"
+        figures.append(Figure(name, "µs/row", "less", costs, "8 engines", first, target))
+    share = [cost * 64 * ROWS * MESSAGES / 1e4 for cost in figures[1].samples]
+    name = f"64 engines, {MESSAGES} messages a second each: CPU"
+    return [*figures, Figure(name, "% of a core", "less", share, target=Target(100.0))]
+
+
 def cpu_figure(
     name: str,
     samples: Sequence[Load],

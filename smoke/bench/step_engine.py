@@ -8,6 +8,8 @@ message has so many rows at most.
 
 import argparse
 import dataclasses
+import functools
+import struct
 import sys
 import time
 from collections.abc import Sequence
@@ -58,6 +60,9 @@ class Engine:
         self._requests, self._outputs = join(address, index)
         self._rows = rows
         self._running: dict[str, Request] = {}
+        batch = RequestBatchOutputs(engine_index=index, weight_version="default")
+        no_rows_at_time_0 = b"\x90\xc0\xcb" + bytes(8)
+        self._before, self._after = encode(batch)[0].split(no_rows_at_time_0)
 
     def take_requests(self, patience: float | None) -> None:
         """Take what has come; if there is nothing to do wait for it, so many seconds at most."""
@@ -92,26 +97,45 @@ class Engine:
         self._running = {name: r for name, r in self._running.items() if r.left}
 
     def _send(self, rows: list[bytes], aux: Sequence[bytes] = ()) -> None:
-        batch = RequestBatchOutputs(
-            engine_index=self._index, timestamp=time.monotonic(), weight_version="default"
-        )
-        before, after = encode(batch)[0].split(b"\x90", 1)  # the rows, of which it has none
         count = b"\xdc" + len(rows).to_bytes(2, "big")
-        self._outputs.send_multipart([b"".join((before, count, *rows, after)), *aux])
+        now = b"\xc0\xcb" + struct.pack(">d", time.monotonic())
+        message = b"".join((self._before, count, *rows, now, self._after))
+        self._outputs.send_multipart([message, *aux])
 
 
 def packed_request(request: list[Any]) -> Request:
-    """Pack the rows of a request: all but the first and the last are the same."""
+    """Pack the rows of a request."""
     (name, prompt), params = request[:2], request[3]
+    placeholder = "?" * len(name)
+    first, others, last = packed_rows(
+        placeholder,
+        len(prompt),
+        params["max_tokens"] == 1,
+        params.get("logprobs"),
+        params.get("prompt_logprobs"),
+    )
+
+    def own(row: bytes) -> bytes:
+        return row.replace(placeholder.encode(), name.encode(), 1)
+
+    row, *aux = first
+    return Request([own(row), *aux], own(others), own(last), params["max_tokens"])
+
+
+@functools.cache
+def packed_rows(
+    name: str, prompt_len: int, is_short: bool, count: int | None, prompt_count: int | None
+) -> tuple[list[bytes], bytes, bytes]:
+    """The first row with its auxiliary frames, the others and the last; a short one has only one."""
     row = EngineCoreOutput(name, [TOKEN])
-    if (count := params.get("logprobs")) is not None:
+    if count is not None:
         row.new_logprobs = some_logprobs(1, count + 1)
     others, last = packed_row(row), attrs.evolve(row, finish_reason=FinishReason.LENGTH)
-    first = last if params["max_tokens"] == 1 else attrs.evolve(row)
-    first.prefill_stats = PrefillStats(num_prompt_tokens=len(prompt))
-    if (count := params.get("prompt_logprobs")) is not None:
-        first.new_prompt_logprobs_tensors = some_logprobs(len(prompt) - 1, count + 1)
-    return Request(packed_row(first), others[0], packed_row(last)[0], params["max_tokens"])
+    first = last if is_short else attrs.evolve(row)
+    first.prefill_stats = PrefillStats(num_prompt_tokens=prompt_len)
+    if prompt_count is not None:
+        first.new_prompt_logprobs_tensors = some_logprobs(prompt_len - 1, prompt_count + 1)
+    return packed_row(first), others[0], packed_row(last)[0]
 
 
 def some_logprobs(rows: int, columns: int) -> Logprobs:

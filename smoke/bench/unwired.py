@@ -97,12 +97,13 @@ def _request_id(payload: bytes | memoryview) -> str:
 
 
 @asynccontextmanager
-async def unwired_llm(*observers: Observer) -> AsyncIterator[tuple[Llm, Feed]]:
-    """Open an `Llm` on a `Feed`."""
+async def unwired_llm(*observers: Observer, **stated: Any) -> AsyncIterator[tuple[Llm, Feed]]:
+    """Open an `Llm` on a `Feed`; ``stated`` is what is told of the model."""
     feed = Feed()
     _, disconnects = trio.open_memory_channel[Disconnect](0)
     ready = EngineCoreReadyResponse(**READY)
-    async with run_client(EngineChannels("", "", {0: ready}, feed, feed, disconnects)) as client:
+    channels = EngineChannels("", "", {0: ready}, feed, feed, disconnects)
+    async with run_client(channels, **stated) as client:
         yield Llm(client, observers=observers), feed
 
 

@@ -1,13 +1,15 @@
-"""A worker with an `Llm` on connected engines: ``python -m bench.work_llm ADDRESS``.
+"""A worker with an `Llm` on connected engines: ``python -m bench.work_llm ADDRESS [ENGINES]``.
 
 It keeps a number of requests in flight for some seconds, or sends one after the other.
 """
 
+import itertools
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import attrs
 import trio
 
 from bench.workers import Answer, read_order, reply
@@ -18,16 +20,20 @@ PROMPT_LENGTH = 32
 
 async def main() -> None:
     """Connect, say so, and do what is ordered until there are no more orders."""
-    async with open_llm(HandshakeOwner(handshake_address=sys.argv[1])) as llm:
+    address, count = sys.argv[1], int([*sys.argv, "1"][2])
+    mode = HandshakeOwner(handshake_address=address, engine_count=count)
+    async with open_llm(mode) as llm, trio.open_nursery() as nursery:
         await llm.generate(request(max_tokens=1))
         reply(ready=True)
         tasks: dict[str, Callable[..., Awaitable[Answer]]] = {
             "generate": lambda **order: keep_busy(llm, generate, **order),
             "stream": lambda **order: keep_busy(llm, stream, **order),
             "ping": lambda **order: ping(llm, **order),
+            "hold": lambda **order: hold(llm, nursery, **order),
         }
         while (order := await trio.to_thread.run_sync(read_order)) is not None:
             reply(**await tasks[order.pop("task")](**order))
+        nursery.cancel_scope.cancel()
 
 
 def request(
@@ -97,6 +103,30 @@ async def keep_busy(
         "seconds": time.perf_counter() - begin,
         "cpu_seconds": time.process_time() - cpu,
     }
+
+
+async def hold(
+    llm: Llm, nursery: trio.Nursery, *, concurrency: int, seconds: float
+) -> dict[str, Any]:
+    """Have ``concurrency`` requests that do not end; gives what so many seconds of them cost."""
+    if not llm.in_flight_count:
+        # Pinned: to choose among hundreds of engines is not what is measured here.
+        engines = itertools.cycle(llm.client.engine_indices)
+        for index in itertools.islice(engines, concurrency):
+            endless = attrs.evolve(request(max_tokens=1_000_000), data_parallel_rank=index)
+            nursery.start_soon(llm.generate, endless)
+        while llm.in_flight_count < concurrency:  # noqa: ASYNC110  (nothing tells of that)
+            await trio.sleep(0.1)
+    await trio.sleep(seconds)  # until all have their first tokens
+    before, cpu = output_tokens(llm), time.process_time()
+    await trio.sleep(seconds)
+    cpu = time.process_time() - cpu
+    return {"tokens": output_tokens(llm) - before, "cpu_seconds": cpu}
+
+
+def output_tokens(llm: Llm) -> int:
+    """Tokens so far, of all requests."""
+    return sum(engine.totals.output_tokens for engine in llm.statistics().engines.values())
 
 
 async def ping(llm: Llm, *, count: int) -> dict[str, Any]:

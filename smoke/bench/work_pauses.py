@@ -31,8 +31,15 @@ from trio_vllm.protocol import (
     encode_add,
     encode_outputs,
 )
+from trio_vllm.protocol.multimodal import (
+    MultiModalFeatureSpec,
+    MultiModalField,
+    MultiModalFieldElem,
+    PlaceholderRange,
+)
 from trio_vllm.transport import FrontendChannels, FrontendDisconnect
 from trio_vllm.transport.memory import open_memory_connection
+from trio_vllm.transport.zmq_context import SocketType, open_context
 
 
 async def pause_by_prompt(*, prompt_length: int = 100_000) -> Answer:
@@ -91,10 +98,10 @@ async def pause_by_outputs(*, concurrency: int = 1024) -> Answer:
     return {"value": pause * 1e3, "yardstick": yardstick * 1e3}
 
 
-async def pause_by_strangers(*, rows: int = 200_000) -> Answer:
+async def pause_by_strangers(*, rows: int) -> Answer:
     """Receive rows for requests that nobody waits for; the yardstick only unpacks them."""
     payload = ormsgpack.packb(
-        [0, [[f"unknown-{row:06}", [1]] for row in range(rows)], None, 1.0, *[None] * 5]
+        [0, [[f"unknown-{row:07}", [1]] for row in range(rows)], None, 1.0, *[None] * 5]
     )
     async with unwired_llm() as (_, feed):
         pause = await longest_turn(lambda: feed.feed([[payload]]))
@@ -102,7 +109,7 @@ async def pause_by_strangers(*, rows: int = 200_000) -> Answer:
     return {"value": pause * 1e3, "yardstick": yardstick * 1e3}
 
 
-async def pause_by_requests(*, requests: int = 10_000) -> Answer:
+async def pause_by_requests(*, requests: int) -> Answer:
     """Ask for so many completions at once; the yardstick starts tasks that only wait."""
     wanted = GenerateRequest(prompt_token_ids=[1], sampling_params=SamplingParams(max_tokens=1))
     async with unwired_llm() as (llm, feed), trio.open_nursery() as nursery:
@@ -120,6 +127,45 @@ async def pause_by_requests(*, requests: int = 10_000) -> Answer:
         pause, yardstick = await longest_turn(submit), await longest_turn(only_wait)
         nursery.cancel_scope.cancel()
     return {"value": pause * 1e3, "yardstick": yardstick * 1e3}
+
+
+TENSOR_SIZE = 200 * 1024 * 1024
+
+
+async def pause_by_sent_tensor() -> Answer:
+    """Send an array that could be changed meanwhile; the yardstick copies it."""
+    pixels = np.zeros(TENSOR_SIZE // 4, np.float32)
+    feature = MultiModalFeatureSpec(
+        data={"pixels": MultiModalFieldElem(pixels, MultiModalField("batched"))},
+        modality="image",
+        identifier="a",
+        mm_position=PlaceholderRange(offset=0, length=1),
+    )
+    wanted = GenerateRequest(prompt_token_ids=[1], mm_features=[feature])
+    async with unwired_llm(is_multimodal=True) as (llm, feed), trio.open_nursery() as nursery:
+
+        async def submit() -> None:
+            nursery.start_soon(llm.generate, wanted)
+            await feed.wait_sent(1)
+
+        pause = await longest_turn(submit)
+        nursery.cancel_scope.cancel()
+    return {"value": pause * 1e3, "yardstick": cpu_time_of(pixels.copy) * 1e3}
+
+
+async def pause_by_received_tensor() -> Answer:
+    """Receive an array in a frame of its own; the yardstick copies it."""
+    array = bytes(TENSOR_SIZE)
+    async with open_context() as context:
+        pull, push = context.socket(SocketType.PULL), context.socket(SocketType.PUSH)
+        push.connect(pull.bind("tcp://127.0.0.1:0"))
+
+        async def transfer() -> None:
+            push.send_nowait([b"payload", array])
+            await pull.receive()
+
+        pause = await longest_turn(transfer)
+    return {"value": pause * 1e3, "yardstick": cpu_time_of(lambda: bytearray(array)) * 1e3}
 
 
 async def pause_of_the_mock(*, prompt_length: int = 1_000_000) -> Answer:
@@ -190,6 +236,8 @@ if __name__ == "__main__":
         pause_by_outputs,
         pause_by_strangers,
         pause_by_requests,
+        pause_by_sent_tensor,
+        pause_by_received_tensor,
         pause_of_the_mock,
     )
     answer_orders({task.__name__: in_trio(task) for task in tasks})

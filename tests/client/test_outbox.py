@@ -17,6 +17,7 @@ from trio_vllm.protocol import (
     AbortRequests,
     EngineCoreRequest,
     EngineMessage,
+    FinishReason,
     RequestBatchOutputs,
     Tensor,
     encode_outputs,
@@ -213,6 +214,24 @@ async def test_one_large_message_is_handed_out_in_slices(known: bool) -> None:
 
         assert tokens == [[2], [3]]
         assert turns.count >= 100
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(("most_ends", "least", "most"), [(5, 4, 9), (100, 0, 3)])
+async def test_the_end_of_many_requests_ends_a_slice(most_ends: int, least: int, most: int) -> None:
+    """The tasks that waited for them have work before more are woken."""
+    options = {"slice_time": math.inf, "most_ends": most_ends}
+    async with open_world(driver_options=options) as world, trio.open_nursery() as nursery:
+        turns = TurnCounter()
+        streams = submit(world, *(f"r{number}" for number in range(20)))
+        for stream in streams:
+            row = make_output([7], stream.request_id, finish_reason=FinishReason.LENGTH)
+            outputs = RequestBatchOutputs(outputs=[row], timestamp=1.0)
+            world.engine.outputs.send_nowait(encode_outputs(outputs))
+        nursery.start_soon(turns.run)
+        await anext(streams[-1])
+
+        assert least <= turns.count <= most
         nursery.cancel_scope.cancel()
 
 

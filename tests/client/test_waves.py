@@ -26,6 +26,7 @@ from trio_vllm.protocol import (
     EngineCoreRequest,
     EngineId,
     EngineLoad,
+    Frames,
     RequestBatchOutputs,
     SchedulerStats,
     StartDpWave,
@@ -74,7 +75,7 @@ class Lockstep:
         loads = [EngineLoad(1, 2, 0.5), EngineLoad(0, 0)]
         await self.say(*encode_coordinator_stats(CoordinatorStats(loads, wave, running)))
 
-    def sent(self) -> list[list[bytes]]:
+    def sent(self) -> list[Frames]:
         try:
             return [frames for frames, _ in self.from_client.receive_batch_nowait(100)]
         except trio.WouldBlock:

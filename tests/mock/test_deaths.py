@@ -388,7 +388,7 @@ async def frontend_of(folder: Path, config: MockEngineConfig) -> AsyncIterator[t
             await frontend.handshake.send([engine_id, *encode_init(frontend.init())])
             await frontend.inputs[0].receive()
             await frontend.handshake.receive()
-            yield frontend, engine_id
+            yield frontend, bytes(engine_id)
 
 
 async def read_to_end(frontend: Any) -> list[EngineCoreOutput]:

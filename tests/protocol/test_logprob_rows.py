@@ -171,6 +171,21 @@ def test_usual_messages_are_read(shown: Logprobs, count: int) -> None:
     assert_same(found, decoded(frames))
 
 
+def test_rows_may_end_with_their_logprobs() -> None:
+    """Our mock engine leaves out what is nil behind them."""
+    row = b"\x93" + A_ROW[3:-16]
+    frames = packed_message([row] * 5, 5)
+    plain = decoded(frames)
+    assert [len(row) for row in plain.rows] == [3] * 5
+    pattern = logprobs_pattern(plain.rows[0])
+    assert pattern is not None
+    found = find_logprob_rows(frames, pattern)
+
+    assert found is not None
+    assert [type(row) for row in found.rows] == [tuple] * 5
+    assert_same(found, plain)
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -10,6 +10,7 @@ import ormsgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.llm.logprobs import make_logprobs
 
 from trio_vllm.errors import DecodeError
 from trio_vllm.protocol import (
@@ -119,6 +120,16 @@ def large_batch(**fields: Any) -> list[bytes]:
     frames = [bytes(frame) for frame in encode_outputs(batch)]
     assert len(frames[0]) > LARGE
     return frames
+
+
+def test_pieces_have_fewer_rows_where_these_are_long() -> None:
+    """Who waits for them has more to do, too."""
+    row = EngineCoreOutput("r", [7], new_logprobs=make_logprobs([7], 21))
+    frames = encode_outputs(RequestBatchOutputs(outputs=[row] * 1000))
+    batch, _ = finish(decode_outputs_in_pieces(frames))
+    assert isinstance(batch, UndecodedBatch)
+
+    assert 8 < max(map(len, batch.row_pieces())) < 20
 
 
 def test_outputs_are_the_same_in_pieces() -> None:

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from trio_vllm.protocol import Frames
 from trio_vllm.transport.channels import FrameReceiver
 from trio_vllm.transport.zmq_socket import ZmqSocket
 
@@ -64,7 +65,7 @@ async def peer_process(script: str, address: str, identity: str) -> AsyncIterato
             await process.wait()
 
 
-async def receive_frames(receiver: FrameReceiver, limit: int = 5) -> list[list[bytes]]:
+async def receive_frames(receiver: FrameReceiver, limit: int = 5) -> list[Frames]:
     """Receive a batch of messages, whatever connections they come by."""
     return [frames for frames, _ in await receiver.receive_batch(limit)]
 

@@ -8,6 +8,7 @@ import pytest
 import trio
 from tests.transport.peers import ANY_PORT, LIMIT, Pair, receive_frames
 
+from trio_vllm.protocol import Frames
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext
 
 RECEIVES = [("receive_batch", 10_000), ("receive", 2_000)]
@@ -23,7 +24,7 @@ async def test_cancelled_receives_lose_no_message(
 ) -> None:
     pull, push = pull_and_push
     messages = numbered(count)
-    received: list[list[bytes]] = []
+    received: list[Frames] = []
     cancels = Cancels(random.Random(method))
 
     async def receive() -> None:
@@ -54,7 +55,7 @@ async def test_cancelled_sends_were_not_sent(context: ZmqContext) -> None:
     push = context.socket(SocketType.PUSH, send_high_water_mark=3)
     push.connect(pull.bind(ANY_PORT))
     messages = numbered(3_000)
-    received: list[list[bytes]] = []
+    received: list[Frames] = []
     cancels = Cancels(random.Random(1))
 
     async def send_all() -> None:

@@ -60,7 +60,7 @@ def two_clients(context: ZmqContext, tmp_path: Path) -> RawFrontend:
 async def take_hello(frontend: RawFrontend) -> bytes:
     identity, payload = await frontend.handshake.receive()
     assert decode_report([payload]).status is HandshakeStatus.HELLO
-    return identity
+    return bytes(identity)
 
 
 async def answer(frontend: RawFrontend, *payload: bytes, **addresses: Any) -> None:

@@ -8,6 +8,7 @@ from tests.memory import MemoryRouter, open_memory_connection
 from tests.transport.peers import ANY_PORT, LIMIT, receive_frames
 
 from trio_vllm.errors import PeerGoneError
+from trio_vllm.protocol import Frames
 from trio_vllm.transport.channels import FrameReceiver, FrameSender
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext
 
@@ -46,7 +47,7 @@ async def test_messages_arrive_in_order_and_in_batches(ends: Ends) -> None:
     await sender.send([memoryview(memory), b"more"])
     memory[:] = b"x"
     sender.send_nowait([b"3"])
-    received: list[list[bytes]] = []
+    received: list[Frames] = []
 
     with trio.fail_after(LIMIT):
         while len(received) < 3:
@@ -63,7 +64,7 @@ async def test_batch_without_waiting(ends: Ends) -> None:
     sender, receiver = ends
     for number in range(3):
         await sender.send([b"%d" % number])
-    received: list[list[bytes]] = []
+    received: list[Frames] = []
 
     with trio.fail_after(LIMIT):
         while len(received) < 3:

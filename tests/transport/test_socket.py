@@ -13,10 +13,11 @@ from tests.transport.peers import ANY_PORT, LIMIT, Pair, receive_frames, wait_un
 from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
 from trio_vllm.errors import ConfigurationError, PeerGoneError
+from trio_vllm.protocol import Frames
 from trio_vllm.transport import Received
 from trio_vllm.transport import zmq_socket as _socket
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
-from trio_vllm.transport.zmq_socket import ZERO_COPY_SIZE, ZmqSocket
+from trio_vllm.transport.zmq_socket import LARGE_ARRAY, ZERO_COPY_SIZE, ZmqSocket
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,22 @@ async def test_memory_of_a_view_may_be_reused_at_once(context: ZmqContext, tmp_p
     pull.bind(address)
 
     assert await pull.receive() == [b"head", b"x" * ZERO_COPY_SIZE]
+
+
+@pytest.mark.parametrize(("size", "is_view"), [(LARGE_ARRAY - 1, False), (LARGE_ARRAY, True)])
+async def test_large_arrays_are_not_copied_as_they_come(
+    pull_and_push: Pair, size: int, is_view: bool
+) -> None:
+    """Which would hold up everything else. A payload, which is the first frame, is bytes."""
+    pull, push = pull_and_push
+    push.send_nowait([bytes(size), b"a" * size])
+
+    payload, array = await pull.receive()
+
+    assert type(payload) is bytes
+    assert type(array) is (memoryview if is_view else bytes)
+    assert memoryview(array).readonly
+    assert array == b"a" * size
 
 
 @pytest.mark.parametrize(("size", "lent"), [(ZERO_COPY_SIZE - 1, False), (ZERO_COPY_SIZE, True)])
@@ -86,7 +103,7 @@ async def test_batch_takes_what_is_there_up_to_the_limit(pull_and_push: Pair) ->
     numbers = [[b"%d" % number] for number in range(5)]
     for frames in numbers:
         push.send_nowait(frames)
-    received: list[list[bytes]] = []
+    received: list[Frames] = []
 
     while len(received) < 5:
         batch = await receive_frames(pull, 2)
@@ -286,7 +303,7 @@ async def test_number_tells_connections_apart(
 
     for _ in range(4):
         ((frames, number),) = await router.receive_batch(1)
-        numbers[frames[0]].add(number)
+        numbers[bytes(frames[0])].add(number)
 
     assert [len(found) for found in numbers.values()] == [1, 1]
     assert set.union(*numbers.values()) == {0, 1}

@@ -144,7 +144,7 @@ async def test_full_rate_in_both_directions_with_a_pausing_reader(context: ZmqCo
         while True:
             for identity, number, _ in await receive_frames(router, 500):
                 router.send_nowait([identity, number])
-                if number.endswith(b"000"):
+                if bytes(number).endswith(b"000"):
                     await wait_all_tasks_blocked(0.01)  # the sender has run into the bound
                     pauses += 1
 
@@ -153,7 +153,7 @@ async def test_full_rate_in_both_directions_with_a_pausing_reader(context: ZmqCo
             nursery.start_soon(send)
             nursery.start_soon(echo)
             while len(replies) < len(numbers):
-                replies += [number for (number,) in await receive_frames(dealer, 100)]
+                replies += [bytes(number) for (number,) in await receive_frames(dealer, 100)]
             nursery.cancel_scope.cancel()
 
     assert numbers == replies

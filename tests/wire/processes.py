@@ -63,9 +63,10 @@ async def be_engine(address: str, engine_index: str) -> None:
         say("joined")
         while True:
             for frames, _ in await links.inputs[0].receive_batch(10):
-                if frames[0].isdigit():
-                    ctypes.PyDLL(None).sleep(int(frames[0]))
-                say(frames[0].hex())
+                first = bytes(frames[0])
+                if first.isdigit():
+                    ctypes.PyDLL(None).sleep(int(first))
+                say(first.hex())
 
 
 async def be_frontend(address: str) -> None:

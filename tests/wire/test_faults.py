@@ -177,10 +177,10 @@ async def test_client_that_does_not_read(context: ZmqContext, tmp_path: Path) ->
                 add = encode_add(request(f"slow-{number}", 1_000_000))
                 frontend.inputs[0].send_nowait([identity, *add])
             await trio.sleep(0.5)  # it fills what lies between
-            assert await completed(frontend, identity, "during") == 5
+            assert await completed(frontend, bytes(identity), "during") == 5
             aborts = encode_abort([f"slow-{number}" for number in range(64)])
             frontend.inputs[0].send_nowait([identity, *aborts])
-            assert await completed(frontend, identity, "after") == 5
+            assert await completed(frontend, bytes(identity), "after") == 5
             slow.close()
             frontend.close()
             await trio.sleep(0.2)  # so that nothing lingers for them

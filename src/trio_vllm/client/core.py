@@ -187,6 +187,8 @@ class FrontendCore:
         """What is known of them besides, which a request must keep to."""
         self.failure: EngineCoreError | None = None
         """Why no request is served any more; the first reason is kept."""
+        self.ended_count = 0
+        """Requests that had a last output so far: for each a task may have been woken."""
         self._engines = EngineTable(ready_responses)
         self._connections = EngineConnections(ready_responses)
         self._utility_calls = UtilityCallTable()
@@ -814,6 +816,7 @@ class FrontendCore:
             sink.fail(error)
 
     def _note_finished(self, engine: Engine, output: EngineCoreOutput) -> None:
+        self.ended_count += 1
         engine.remove(output.request_id)
         self.facts.ended(
             output.request_id,

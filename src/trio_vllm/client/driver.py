@@ -57,6 +57,7 @@ class CoreDriver:
         *,
         batch_size: int = 64,
         slice_time: float = 0.002,
+        most_ends: int = 32,
     ) -> None:
         """
         Args:
@@ -65,11 +66,13 @@ class CoreDriver:
           batch_size: Messages received at once.
           slice_time: Seconds of handing out outputs between two checkpoints, and of submitting
             requests that come all at once. A message of 1,000 outputs takes about 1 ms.
+          most_ends: Requests that end between two checkpoints.
         """
         self.channels = channels
         self.core = core
         self._batch_size = batch_size
         self._slice_time = slice_time
+        self._most_ends = most_ends
         self._sender = Waker()
         self._timer = Waker()
         self._ender = Waker()
@@ -315,9 +318,14 @@ class CoreDriver:
             yield
 
     def _is_more_than_a_slice(self, work: Iterator[None]) -> bool:
-        """Go on with some work for one slice of time; whether that was too short for all of it."""
-        end = perf_counter() + self._slice_time
-        return any(perf_counter() > end for _ in work)
+        """Go on with some work for one slice of time; whether that was too short for all of it.
+
+        Tasks whose requests have ended have work as well, before it is our turn again: the end of
+        many requests ends a slice.
+        """
+        core, end = self.core, perf_counter() + self._slice_time
+        most = core.ended_count + self._most_ends
+        return any(perf_counter() > end or core.ended_count >= most for _ in work)
 
     def _receive_more(self, receiver: FrameReceiver) -> list[Received]:
         try:

@@ -185,7 +185,10 @@ EngineCoreOutputs = RequestBatchOutputs | UtilityCallOutput | DpControlOutput
 
 
 ROWS_AT_ONCE = 64
-"""Rows handled without a turn for others: about a millisecond, if each has log probabilities."""
+"""Rows handled without a turn for others: less than a millisecond, if each has little more than tokens."""
+
+BYTES_AT_ONCE = 4 * 1024
+"""Bytes of rows of a large message handled so; whoever waits for their requests has work with them, too."""
 
 
 @attrs.define
@@ -440,7 +443,8 @@ def decode_outputs_in_pieces(
         if rows is None:
             return decode_outputs_lazily(frames)
         payload, (start, first, count) = frames[0], rows
-        pieces, end = yield from split(payload, first, count, ROWS_AT_ONCE)
+        size = max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE * count // len(payload)))
+        pieces, end = yield from split(payload, first, count, size)
     except CodecError as error:
         raise DecodeError("outputs", error.where, error.reason) from error
     rest = b"".join((payload[:start], array_head(0), payload[end:]))

@@ -18,6 +18,7 @@ from trio_vllm.protocol import (
     EngineCoreRequest,
     EngineMessage,
     FinishReason,
+    Frames,
     RequestBatchOutputs,
     RequestErrorInfo,
     UtilityRequest,
@@ -112,7 +113,7 @@ class Script:
         inputs = [_ScriptedReceiver(receiver, self, outputs) for receiver in channels.inputs]
         return attrs.evolve(channels, inputs=inputs, outputs=outputs)
 
-    def take(self, frames: list[bytes], outputs: Sequence[FrameSender]) -> list[bytes] | None:
+    def take(self, frames: Frames, outputs: Sequence[FrameSender]) -> Frames | None:
         """Note a message; gives what the engine gets in its place, None for nothing."""
         try:
             message = decode_engine_message(frames)

@@ -14,7 +14,7 @@ import trio
 
 from trio_vllm.protocol import EngineCoreReadyResponse, Frames
 
-Received = tuple[list[bytes], int | None]
+Received = tuple[Frames, int | None]
 """A multipart message, and the number of the connection it came by; None where the transport cannot tell.
 
 Connections are counted as they are accepted, so a number is never given to another one.

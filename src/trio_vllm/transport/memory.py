@@ -64,7 +64,7 @@ class MemoryReceiver:
 
     _channel: trio.MemoryReceiveChannel[Received]
 
-    async def receive(self) -> list[bytes]:
+    async def receive(self) -> Frames:
         """Wait for one message."""
         frames, _ = await self._channel.receive()
         return frames

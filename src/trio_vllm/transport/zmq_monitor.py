@@ -17,6 +17,7 @@ import trio
 import zmq
 
 from trio_vllm.concurrency import Waker
+from trio_vllm.protocol import Frames
 from trio_vllm.transport.channels import Disconnect
 from trio_vllm.transport.zmq_socket import ZmqSocket
 
@@ -153,14 +154,14 @@ class PeerMonitor(trio.abc.ReceiveChannel[PeerEvent]):
         await trio.lowlevel.checkpoint()
 
 
-def _decode(frames: list[bytes]) -> PeerEvent | None:
+def _decode(frames: Frames) -> PeerEvent | None:
     """Give the event, or None for the one that says that there are no more."""
     head, address = frames
     number, value = EVENT_HEAD.unpack(head)
     kind = KIND_OF_EVENT.get(number)
     if kind is None:
         return None
-    return PeerEvent(kind, value if kind in HAVE_DESCRIPTOR else None, address.decode())
+    return PeerEvent(kind, value if kind in HAVE_DESCRIPTOR else None, bytes(address).decode())
 
 
 @attrs.define(eq=False)
