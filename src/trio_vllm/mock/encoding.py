@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import numpy as np
@@ -233,6 +233,8 @@ class TokenCells:
 
     mark: bytes
     dtype: np.dtype[Any]
+    ahead: ClassVar = 32_768
+    """How many tokens a block whose requests stay draws ahead for all of them together."""
 
     @classmethod
     def of(cls, vocab_size: int) -> TokenCells:
@@ -285,9 +287,18 @@ _PREFILL = bytes((0x80 | len(_PREFILL_FIELDS),)) + b"".join(
 )
 
 
-def row(id_and_tokens: bytes, request: Request, *, final: bool) -> bytes:
-    """A row with the request's events, with its end, or with both, besides its tokens."""
+def row(
+    id_and_tokens: bytes, request: Request, *, final: bool, has_logprobs: bool = False
+) -> bytes:
+    """A row with the request's events, with its end, or with both, besides its tokens.
+
+    If it ``has_logprobs``, they stand behind the tokens already.
+    """
     events = request.events or []
+    if has_logprobs:
+        prefill = None if request.is_prefilled else _computed_prompt(request.prompt_len)
+        rest = _NO_EXTRAS[len(NIL) :]
+        return row_with(id_and_tokens, request, events, prefill, final=final, extras=rest)
     if request.is_prefilled:
         if final and not events:
             return last_row(id_and_tokens, request.finish_reason, request.stop_reason)
@@ -331,12 +342,13 @@ def row_with(
     prefill_stats: bytes | None,
     *,
     final: bool,
+    extras: bytes = _NO_EXTRAS,
 ) -> bytes:
     """A row with these events and statistics, and with the request's end if it is the last."""
     parts = [
         b"",
         id_and_tokens,
-        _NO_EXTRAS,
+        extras,
         _pack_end(request.finish_reason, request.stop_reason) if final else _NO_END,
     ]
     length = _EVENTS
