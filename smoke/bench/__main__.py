@@ -28,6 +28,7 @@ from bench.measure_engine import (
     measure_churn,
     measure_engine_memory,
     measure_idle,
+    measure_logprobs,
     measure_pace,
     measure_processes,
     measure_schedule,
@@ -40,6 +41,7 @@ from bench.turns import FULL, QUICK, Effort
 BENCHMARKS: dict[str, Callable[[Effort], list[Figure]]] = {
     "burst": measure_burst,
     "churn": measure_churn,
+    "logprobs": measure_logprobs,
     "schedule": measure_schedule,
     "pace": measure_pace,
     "processes": measure_processes,

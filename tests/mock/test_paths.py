@@ -107,7 +107,7 @@ def test_both_paths_send_the_same(
     chunk_size: int,
     vocab_size: int,
     has_coordinator: bool,
-    lengths: dict[str, float],
+    lengths: dict[str, Any],
 ) -> None:
     """Message by message: outputs, statistics, times, finished requests, answers."""
     drivers = [
