@@ -274,7 +274,7 @@ _EVENT_STARTS = {kind: _EVENT % kind for kind in EventType}
 _ENDS = {reason: bytes((reason,)) + NIL for reason in FinishReason}
 
 # A row of a request that has just been queued and scheduled, and one of a request that ends.
-_USUAL_EVENTS = [EventType.QUEUED, EventType.SCHEDULED]
+_USUAL_COUNT = 2
 _FIRST_START = pack_array_header(_PREFILL_STATS + 1)
 _LAST_START = pack_array_header(_EVENTS)
 _BEFORE_QUEUED = _NO_EXTRAS + _NO_END + pack_array_header(2) + _EVENT_STARTS[EventType.QUEUED]
@@ -304,7 +304,7 @@ def row(
             return last_row(id_and_tokens, request.finish_reason, request.stop_reason)
         return row_with(id_and_tokens, request, events, None, final=final)
     # A request that is not prefilled has events: it was queued.
-    if not final and [kind for kind, _ in events] == _USUAL_EVENTS:
+    if not final and len(events) == _USUAL_COUNT and events[1][0] is EventType.SCHEDULED:
         (_, queued), (_, scheduled) = events
         return b"".join(
             (

@@ -34,6 +34,8 @@ from trio_vllm.protocol import Buffer
 FIRST_CAPACITY = 4
 FIRST_WIDTH = 16
 """Steps drawn ahead while requests come and go; what is drawn for one that leaves is wasted."""
+FIRST_BYTES = 1024
+"""What these take for a row at most."""
 MAX_WIDTH = 512
 
 Cells = TokenCells | LogprobCells
@@ -71,7 +73,9 @@ class RowBlock:
         self._row_length = row_length
         self._chunk_size = chunk_size
         self._source = source
-        self._width = FIRST_WIDTH
+        # Wide cells for many requests that come and go would take much memory.
+        self._first_width = max(1, min(FIRST_WIDTH, FIRST_BYTES // cells.dtype.itemsize))
+        self._width = self._first_width
         self._column = 0  # the next step's
         self._is_stable = False  # no row came or went since the last refill
         self._columns: Iterator[np.ndarray[Any, Any]] = iter(())
@@ -141,7 +145,7 @@ class RowBlock:
         n = self.count
         self._firsts[:n] += np.uint64(self._width * self._chunk_size)
         limit = max(1, min(MAX_WIDTH, self.cells.ahead // (n * self._chunk_size)))
-        width = min(limit, self._width * 2 if self._is_stable else FIRST_WIDTH)
+        width = min(limit, self._width * 2 if self._is_stable else self._first_width)
         if width != self._width:
             self._width = width
             self._allocate_ahead()
@@ -199,7 +203,11 @@ class RowBlock:
         start = self.count
         stop = start + len(members)
         if not start:
-            self._width, self._column, self._is_stable = min(self._width, FIRST_WIDTH), 1, False
+            self._width, self._column, self._is_stable = (
+                min(self._width, self._first_width),
+                1,
+                False,
+            )
             if self._ahead.shape[1] != self._width:
                 self._allocate_ahead()
         if stop > self.capacity:
@@ -233,8 +241,9 @@ class RowBlock:
         if places:
             behind = {*gone}
             slots = [slot for slot in range(count, self.count) if slot not in behind]
+            to, out_of = np.array(places), np.array(slots)  # once; indexing would do it each time
             for array in (self._rows, self._keys, self._firsts, self._ahead):
-                array[places] = array[slots]
+                array[to] = array[out_of]
             for place, slot in zip(places, slots, strict=True):
                 moved = self.members[place] = self.members[slot]
                 moved.slot = place
@@ -273,10 +282,12 @@ class ClientBatch:
         self._source = source
         self._chunk_size = config.output_token_chunk_size
         self._cells = TokenCells.of(config.vocab_size)
+        self._blank_tokens = self._cells.blank(self._chunk_size)
         self._model = model
         self._columns = 0
         self._logprob_cells: dict[int | None, LogprobCells] = {}  # by the number of candidates
-        self._blocks: dict[tuple[Cells, int], RowBlock] = {}  # by what changes in rows, and length
+        # By the number of candidates, where there are log probabilities (0 for all), and row length.
+        self._blocks: dict[tuple[int | None, int], RowBlock] = {}
         self._occupied: list[RowBlock] = []
         self._steady: list[Buffer] | None = None  # the message of a steady step, in parts
         self._members: dict[str, Member] = {}
@@ -354,30 +365,28 @@ class ClientBatch:
             by_block.setdefault(member.block, []).append(member)
         finished: list[Request] = []
         for block, members in by_block.items():
-            partial = {m.slot: self._last_tokens(m) for m in members if self._is_partial(m)}
-            slots, blank = [member.slot for member in members], block.cells.blank(self._chunk_size)
+            slots = [member.slot for member in members]
+            known = {m.slot: known for m in members if (known := self._known_tokens(m)) is not None}
+            blank = block.cells.blank(self._chunk_size)
             for slot, member, last in zip(slots, members, block.remove(members), strict=True):
-                id_and_tokens, request = last[1:], member.request
-                if slot in partial:
-                    id_and_tokens = id_and_tokens[: -len(blank)] + partial[slot]
-                self.tokens_made += self._left(member)
+                id_and_tokens = last[1:]
+                if slot in known:
+                    id_and_tokens = id_and_tokens[: -len(blank)] + known[slot]
+                request = member.request
                 del self._members[request.request_id]
                 self._add_last_row(id_and_tokens, request, builder)
                 finished.append(request)
         return finished
 
-    def _left(self, member: Member) -> int:
-        """How many tokens a request has yet to get, those of this step included."""
+    def _known_tokens(self, member: Member) -> bytes | None:
+        """The last tokens of a request, if they are not those of its row."""
+        request, block = member.request, member.block
         steps = self.step_count - member.joined_step
-        return member.request.end - member.request.emitted - steps * self._chunk_size
-
-    def _is_partial(self, member: Member) -> bool:
-        """Whether the last tokens of a request are not those of its row."""
-        return member.request.last_token is not None or self._left(member) < self._chunk_size
-
-    def _last_tokens(self, member: Member) -> bytes:
-        request, block, left = member.request, member.block, self._left(member)
+        left = request.end - request.emitted - steps * self._chunk_size
+        self.tokens_made += left
         last = request.last_token
+        if last is None and left == self._chunk_size:
+            return None
         if isinstance(block.cells, LogprobCells) and last is not None:
             return block.cells.pack(request.key, request.end - 1, last)
         tokens = block.tokens(member.slot, left)
@@ -404,9 +413,8 @@ class ClientBatch:
                 self.tokens_made += left
                 finished.append(request)
                 continue
-            cells = self._cells_of(request)
-            blank = self._blank_row(request, cells)
-            block = self._block_of(cells, len(blank))
+            blank = self._blank_row(request)
+            block = self._block_of(request, len(blank))
             staying.setdefault(block, []).append((Member(request, block, 0), blank))
         for block, entries in staying.items():
             members = [member for member, _ in entries]
@@ -426,9 +434,11 @@ class ClientBatch:
             return cells.pack(request.key, request.emitted, tokens[0])
         return cells.pack(tokens)
 
-    def _blank_row(self, request: Request, cells: Cells) -> bytes:
-        head = TWO_FIELDS if cells is self._cells else THREE_FIELDS
-        return b"".join((head, pack_str(request.request_id), cells.blank(self._chunk_size)))
+    def _blank_row(self, request: Request) -> bytes:
+        if request.extras is None:
+            return b"".join((TWO_FIELDS, pack_str(request.request_id), self._blank_tokens))
+        blank = self._cells_of(request).blank(self._chunk_size)
+        return b"".join((THREE_FIELDS, pack_str(request.request_id), blank))
 
     def _cells_of(self, request: Request) -> Cells:
         """How the tokens of a request are written."""
@@ -441,12 +451,15 @@ class ClientBatch:
             self._logprob_cells[count] = cells
         return cells
 
-    def _block_of(self, cells: Cells, row_length: int) -> RowBlock:
-        block = self._blocks.get((cells, row_length))
+    def _block_of(self, request: Request, row_length: int) -> RowBlock:
+        extras = request.extras
+        key = (None if extras is None else extras.num_candidates or 0, row_length)
+        block = self._blocks.get(key)
         if block is None:
+            cells = self._cells_of(request)
             source = cells if isinstance(cells, LogprobCells) else self._source
             block = RowBlock(row_length, cells, self._chunk_size, source)
-            self._blocks[cells, row_length] = block
+            self._blocks[key] = block
         return block
 
     # Log probabilities --------------------------------------------------------------------------
@@ -462,9 +475,8 @@ class ClientBatch:
         blocks = [b for b in self._blocks.values() if isinstance(b.cells, LogprobCells)]
         self._blocks = {key: b for key, b in self._blocks.items() if b not in blocks}
         for members in [block.members for block in blocks if block.count]:
-            cells = self._cells_of(members[0].request)
-            rows = [self._blank_row(member.request, cells) for member in members]
-            block = self._block_of(cells, len(rows[0]))
+            rows = [self._blank_row(member.request) for member in members]
+            block = self._block_of(members[0].request, len(rows[0]))
             for member in members:
                 member.block = block
             # Those of the last step, which the next one goes on from.
