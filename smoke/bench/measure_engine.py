@@ -229,6 +229,37 @@ def measure_pace(effort: Effort) -> list[Figure]:
     return figures
 
 
+INTERVALS = ((10, 64), (10, 1000), (1, 1), (1, 64))
+"""Milliseconds from step to step, and streams; 1,000 at 1 ms are more than our side can read."""
+
+
+def measure_interval(effort: Effort) -> list[Figure]:
+    """Steps at a fixed interval, without a schedule: deadlines do not add up delays."""
+    figures: list[Figure] = []
+    for interval, streams in INTERVALS:
+        command = mock_engine(1, "--step-interval", f"{interval}ms")
+        with connected(f"mock-engine at {interval} ms", command) as frontend:
+            samples = [pace(frontend, streams, 1000 // interval) for _ in range(effort.rounds)]
+        name = f"{streams:,} streams, --step-interval {interval}ms"
+        figures += [
+            Figure(
+                f"{name}: mean gap off by",
+                "%",
+                "less",
+                [abs(sample.mean * 1e3 / interval - 1) * 100 for sample in samples],
+                target=Target(1.0),
+            ),
+            Figure(
+                f"{name}: P99 gap",
+                "ms",
+                "less",
+                [sample.p99 * 1e3 for sample in samples],
+                target=Target(interval + 1.0),
+            ),
+        ]
+    return figures
+
+
 def measure_processes(effort: Effort) -> list[Figure]:
     """Four engines in two processes, next to four in one."""
     tokens = effort.part(2_000_000)
