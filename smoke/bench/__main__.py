@@ -27,6 +27,7 @@ from bench.measure_client import (
 from bench.measure_engine import (
     measure_burst,
     measure_churn,
+    measure_engine_logprobs,
     measure_engine_memory,
     measure_idle,
     measure_pace,
@@ -48,6 +49,7 @@ from bench.turns import FULL, QUICK, Effort
 BENCHMARKS: dict[str, Callable[[Effort], list[Figure]]] = {
     "burst": measure_burst,
     "churn": measure_churn,
+    "engine-logprobs": measure_engine_logprobs,
     "schedule": measure_schedule,
     "pace": measure_pace,
     "steps": measure_steps,

@@ -57,7 +57,7 @@ class Frontend:
         """Until the last engine was ready."""
         self._engine_ids: list[bytes] = []
         self._request_count = 0
-        self._templates: dict[int, bytes] = {}
+        self._templates: dict[tuple[object, ...], bytes] = {}
 
     def pids(self) -> list[int]:
         """The processes of the engines."""
@@ -100,11 +100,12 @@ class Frontend:
 
     # Requests -----------------------------------------------------------------------------------
 
-    def add(self, max_tokens: int) -> str:
-        """Send a request to the next engine; gives its id."""
-        template = self._templates.get(max_tokens)
+    def add(self, max_tokens: int, **params: Any) -> str:
+        """Send a request with these sampling parameters to the next engine; gives its id."""
+        key = (max_tokens, *map(str, params.items()))
+        template = self._templates.get(key)
         if template is None:
-            template = self._templates[max_tokens] = _request_template(max_tokens)
+            template = self._templates[key] = _request_template(max_tokens, params)
         request_id = ID_PATTERN.format(self._request_count)
         engine_id = self._engine_ids[self._request_count % len(self._engine_ids)]
         self._request_count += 1
@@ -164,9 +165,9 @@ def _bound(context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> tuple["zmq.S
     return socket, socket.get_string(zmq.LAST_ENDPOINT)
 
 
-def _request_template(max_tokens: int) -> bytes:
+def _request_template(max_tokens: int, params: dict[str, Any]) -> bytes:
     request_id = PLACEHOLDER.decode()
-    params = {"temperature": 1.0, "max_tokens": max_tokens, "stop_token_ids": []}
+    params = {"temperature": 1.0, "max_tokens": max_tokens, "stop_token_ids": [], **params}
     prompt = list(range(1, PROMPT_LENGTH + 1))
     fields = [request_id, prompt, None, params, None, time.time(), *[None] * 5, 0, 0, 0]
     fields += [None, False, request_id, None, None, False, None, None]
@@ -175,7 +176,7 @@ def _request_template(max_tokens: int) -> bytes:
 
 def unpack_rows(payload: bytes | memoryview) -> list[list[Any]]:
     """The outputs of a message."""
-    rows: list[list[Any]] = ormsgpack.unpackb(payload)[ROWS]
+    rows: list[list[Any]] = ormsgpack.unpackb(payload, ext_hook=lambda _, data: data)[ROWS]
     return rows
 
 

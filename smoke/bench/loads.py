@@ -5,7 +5,8 @@ import dataclasses
 import gc
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import zmq
 
@@ -33,7 +34,13 @@ class Burst:
     """Of the engine's processes, for a million tokens."""
 
 
-def burst(frontend: Frontend, concurrency: int, tokens: int) -> Burst:
+Params = Callable[[int], dict[str, Any]]
+"""The sampling parameters of a request, by its number."""
+
+
+def burst(
+    frontend: Frontend, concurrency: int, tokens: int, params: Params = lambda _: {}
+) -> Burst:
     """Send so many requests at once, and only keep what comes while the time counts.
 
     Raises:
@@ -42,7 +49,8 @@ def burst(frontend: Frontend, concurrency: int, tokens: int) -> Burst:
     max_tokens = max(1, tokens // concurrency)
     pids = frontend.pids()
     cpu = cpu_seconds(pids)
-    missing = dict.fromkeys((frontend.add(max_tokens) for _ in range(concurrency)), max_tokens)
+    added = [frontend.add(max_tokens, **params(number)) for number in range(concurrency)]
+    missing = dict.fromkeys(added, max_tokens)
     first = last = 0.0
     with no_garbage_collection():
         while missing:

@@ -1,11 +1,12 @@
 """Benchmarks of ``mock-engine``, from the other side of the wire."""
 
 import time
+from typing import Any
 
 from bench.engines import mock_engine, raw_engine
 from bench.figures import Figure, Target
 from bench.frontend import Command, connected
-from bench.loads import burst, churn, pace
+from bench.loads import Burst, burst, churn, pace
 from bench.meters import cpu_seconds, resident_bytes
 from bench.turns import Effort, take_turns
 
@@ -93,6 +94,59 @@ def measure_churn(effort: Effort) -> list[Figure]:
             Target(0.06),
         ),
     ]
+
+
+# A stop token that is never drawn: all requests shall have the same length.
+MIXED: tuple[dict[str, Any], ...] = (
+    {"logprobs": 1},
+    {"stop_token_ids": [32_000]},
+    {"presence_penalty": 1.0},
+)
+
+
+def mixed(number: int) -> dict[str, Any]:
+    """Every tenth request asks for something besides its tokens."""
+    return MIXED[number // 10 % len(MIXED)] if number % 10 == 0 else {}
+
+
+def measure_engine_logprobs(effort: Effort) -> list[Figure]:
+    """Tokens with log probabilities, and a tenth of such requests beside others."""
+    tokens = effort.part(1_000_000)
+    figures: list[Figure] = []
+    with (
+        connected("mock-engine", mock_engine()) as ours,
+        connected("the bare engine", raw_engine("--gather", "0.1")) as bare,
+    ):
+        for concurrency in (64, 256):
+            samples, yardstick = take_turns(
+                effort,
+                lambda: burst(ours, concurrency, tokens, lambda _: {"logprobs": 1}),  # noqa: B023
+                lambda: burst(bare, concurrency, tokens, lambda _: {"logprobs": 1}),  # noqa: B023
+            )
+            figures.append(
+                burst_figure(
+                    f"mock with logprobs, {concurrency}", samples, BARE_ENGINE, yardstick, 0.4
+                )
+            )
+        samples, yardstick = take_turns(
+            effort, lambda: burst(ours, 256, tokens, mixed), lambda: burst(ours, 256, tokens)
+        )
+    return [*figures, burst_figure("mixed, 256", samples, "only tokens", yardstick, 0.8)]
+
+
+def burst_figure(
+    name: str, samples: list[Burst], yardstick: str, compared: list[Burst], share: float
+) -> Figure:
+    """The speed of bursts."""
+    return Figure(
+        f"{name}: speed",
+        "tokens/s",
+        "more",
+        [sample.tokens_per_second for sample in samples],
+        yardstick,
+        [sample.tokens_per_second for sample in compared],
+        Target(share, "ratio"),
+    )
 
 
 SCHEDULED = ("--schedule", "--max-num-seqs", "1000", "--max-num-batched-tokens", "8192")

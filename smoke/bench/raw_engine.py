@@ -2,12 +2,14 @@
 
 Run as ``python -m bench.raw_engine ADDRESS [--gather SECONDS | --echo]``. It answers what has come
 (with ``--gather``, what comes until there is nothing new for so long) with the same message over and
-over, all at one go, until the requests have their tokens. With ``--echo`` it answers every message
+over, all at one go, until the requests have their tokens; those of requests that ask for it have log
+probabilities. With ``--echo`` it answers every message
 with the same one, unread.
 """
 
 import argparse
 import time
+from typing import Any
 
 import ormsgpack
 import zmq
@@ -18,8 +20,10 @@ ADD = b"\0"
 MAX_SOCKETS = 4096
 
 TOKEN = 31_999
-LENGTH = 1
-"""The finish reason."""
+LENGTH, FINISH_REASON = 1, 5
+"""The finish reason, and where it stands in a row."""
+RAW_VIEW = 3
+"""The extension that holds the bytes of an array."""
 
 
 def main() -> None:
@@ -76,25 +80,35 @@ def one_output() -> bytes:
     return ormsgpack.packb([0, [row], None, time.monotonic(), None, [row[0]], None, None, None])
 
 
-def gather(requests: "zmq.Socket[bytes]", patience: float) -> dict[str, int]:
-    """Wait for requests; gives their ids and how many tokens each wants."""
-    wanted: dict[str, int] = {}
+def gather(requests: "zmq.Socket[bytes]", patience: float) -> dict[str, dict[str, Any]]:
+    """Wait for requests; gives their ids and sampling parameters."""
+    wanted: dict[str, dict[str, Any]] = {}
     while requests.poll(int(patience * 1000) if wanted else None):
         kind, payload, *_ = requests.recv_multipart()
         if kind == ADD:
             request = ormsgpack.unpackb(payload)
-            wanted[request[0]] = request[3]["max_tokens"]
+            wanted[request[0]] = request[3]
     return wanted
 
 
-def answer(outputs: "zmq.Socket[bytes]", wanted: dict[str, int]) -> None:
+def answer(outputs: "zmq.Socket[bytes]", wanted: dict[str, dict[str, Any]]) -> None:
     """Give all requests as many tokens as the greediest wants."""
-    rows = [[request_id, [TOKEN]] for request_id in wanted]
+    rows = [[request_id, [TOKEN], *logprobs(params)] for request_id, params in wanted.items()]
     step = ormsgpack.packb([0, rows, None, time.monotonic()])
-    for _ in range(max(wanted.values()) - 1):
+    for _ in range(max(params["max_tokens"] for params in wanted.values()) - 1):
         outputs.send(step)
-    last = [[*row, None, None, None, LENGTH] for row in rows]
+    last = [[*row, *[None] * (FINISH_REASON - len(row)), LENGTH] for row in rows]
     outputs.send(ormsgpack.packb([0, last, None, time.monotonic(), None, list(wanted)]))
+
+
+def logprobs(params: dict[str, Any]) -> list[Any]:
+    """What an output with one token has behind it, if log probabilities are asked for."""
+    if params.get("logprobs") is None:
+        return []
+    count = params["logprobs"] + 1
+    arrays = (("<i4", [1, count], 4 * count), ("<f4", [1, count], 4 * count), ("<i8", [1], 8))
+    view = [[dtype, shape, ormsgpack.Ext(RAW_VIEW, bytes(size))] for dtype, shape, size in arrays]
+    return [[*view, None]]
 
 
 if __name__ == "__main__":

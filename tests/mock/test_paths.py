@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,29 @@ from trio_vllm.mock.unlimited import STARTS_AT_ONCE
 
 IDS = [*"abcdefgh", "a longer id", "ü" * 40, "x" * 300, "y" * 5000, ""]
 
+LOGPROBS = st.one_of(
+    st.fixed_dictionaries(
+        {"logprobs": st.sampled_from([0, 1, 1, 5, 62, 63, 70])},
+        optional={
+            "temperature": st.sampled_from([0.0, 1.0]),
+            "top_k": st.sampled_from([1, 3, 100_000]),
+            "stop_token_ids": st.lists(st.integers(0, 30), max_size=2),
+            "_eos_token_id": st.sampled_from([2, 100_000]),
+        },
+    ),
+    st.sampled_from(
+        [
+            {"logprob_token_ids": [1] * 40},
+            {"logprobs": 1, "logprob_token_ids": [3]},
+            {"logprobs": 2, "min_tokens": 5, "stop_token_ids": [*range(20)]},
+            {"logprobs": 2, "prompt_logprobs": 1},
+            {"trace_decode_token_ids": [1, 2, 3], "logprobs": 1},
+        ]
+    ),
+)
+
 ACTIONS = st.one_of(
+    st.tuples(st.just("logprobs"), st.sampled_from(IDS), st.integers(1, 40), LOGPROBS),
     st.tuples(st.just("add"), st.sampled_from(IDS), st.integers(0, 40), st.integers(0, 1)),
     st.tuples(st.just("stop"), st.sampled_from(IDS), st.lists(st.integers(0, 30), max_size=3)),
     st.tuples(st.just("abort"), st.lists(st.sampled_from(IDS), max_size=4)),
@@ -31,6 +54,8 @@ def act(driver: Driver, action: tuple[Any, ...]) -> None:
     match action:
         case ("add", request_id, max_tokens, client_index):
             driver.add(request_id, max_tokens, client_index=client_index)
+        case ("logprobs", request_id, max_tokens, params):
+            driver.add(request_id, max_tokens, client_index=max_tokens % 2, params=params)
         case ("many", count, max_tokens):
             for number in range(count):
                 driver.add(f"{number} of {count}", max_tokens, client_index=number % 2)
@@ -51,11 +76,17 @@ def act(driver: Driver, action: tuple[Any, ...]) -> None:
             driver.post("set_weight_version", version)
 
 
+def without_arrays(_: object, __: object, value: Any) -> Any:
+    """What can be compared, and tells the same."""
+    is_array = isinstance(value, np.ndarray)
+    return (value.dtype.str, value.shape, value.tobytes()) if is_array else value
+
+
 def comparable(driver: Driver) -> list[Any]:
     """All that was sent, without the order of the rows in a message, which is free."""
     sent = []
     for client_index, outputs in driver.sent:
-        fields = attrs.asdict(outputs)
+        fields = attrs.asdict(outputs, value_serializer=without_arrays)
         if "outputs" in fields:
             fields["outputs"] = sorted(fields["outputs"], key=lambda o: str(o["request_id"]))
             fields["finished_requests"] = sorted(fields["finished_requests"] or ())
@@ -68,10 +99,15 @@ def comparable(driver: Driver) -> list[Any]:
     chunk_size=st.sampled_from([1, 1, 2, 7]),
     vocab_size=st.sampled_from([32, 70_000]),
     has_coordinator=st.booleans(),
+    lengths=st.sampled_from([{}, {"output_tokens_mean": 8.0}]),
 )
 @settings(max_examples=300, deadline=None)
 def test_both_paths_send_the_same(
-    actions: list[tuple[Any, ...]], chunk_size: int, vocab_size: int, has_coordinator: bool
+    actions: list[tuple[Any, ...]],
+    chunk_size: int,
+    vocab_size: int,
+    has_coordinator: bool,
+    lengths: dict[str, Any],
 ) -> None:
     """Message by message: outputs, statistics, times, finished requests, answers."""
     drivers = [
@@ -80,7 +116,9 @@ def test_both_paths_send_the_same(
             fast_path=fast_path,
             output_token_chunk_size=chunk_size,
             vocab_size=vocab_size,
+            max_model_len=1000,
             has_coordinator=has_coordinator,
+            **lengths,
         )
         for fast_path in (True, False)
     ]
@@ -421,7 +459,7 @@ def test_batches_that_grow_large_and_empty_again() -> None:
         assert len(driver.tokens("x" * 29)) == 100
 
 
-@pytest.mark.parametrize("params", [{}, {"logprobs": 0}], ids=["fast", "plain"])
+@pytest.mark.parametrize("params", [{}, {"logprob_token_ids": [1]}], ids=["fast", "plain"])
 def test_thousands_that_come_together_start_some_at_a_time(params: dict[str, Any]) -> None:
     """The first step starts as many as it has time for, the next one the others."""
     driver, count = drive(), STARTS_AT_ONCE + 3

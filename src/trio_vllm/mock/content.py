@@ -218,6 +218,46 @@ class LogprobModel:
         values[:, 1 : 1 + len(token_ids)] = self._of_tokens(chosen, ranks, np.array(token_ids))
         return Logprobs(ids, values, ranks + 1)
 
+    # Of many requests at once -------------------------------------------------------------------
+
+    @functools.cached_property
+    def common_values(self) -> Floats:
+        """The log probabilities of all ranks, from 0, that a sampled token can have."""
+        return self._logprobs(np.arange(len(self._cumulated)))
+
+    def most_probable_values(self, columns: int) -> Floats:
+        """The log probabilities of the most probable tokens, padded as `sample` does."""
+        values = np.full(columns, -math.inf, np.float32)
+        values[: self._size] = self._logprobs(np.arange(min(columns, self._size)))
+        return values
+
+    def draw_ranks_of_many(
+        self, keys: U64, firsts: U64, count: int, num_candidates: int | None
+    ) -> npt.NDArray[np.int64]:
+        """The ranks, from 0, at ``count`` positions from ``firsts`` on of the requests with ``keys``."""
+        limit = num_candidates or self._size
+        if limit == 1:
+            return np.zeros((len(keys), count), np.int64)
+        starts = keys + _STEP * (firsts + np.uint64(_RANK_SALT))
+        bits: U64 = np.add.outer(starts, _STEP * np.arange(count, dtype=np.uint64))
+        _mix(bits, np.empty_like(bits))
+        drawn = bits / 2**64
+        highest = min(limit, len(self._cumulated)) - 1
+        drawn *= self._total if limit >= self._size else self._cumulated[highest]
+        ranks: npt.NDArray[np.int64] = np.searchsorted(self._cumulated, drawn)
+        return np.minimum(ranks, highest, out=ranks)
+
+    def fill_most_probable_ids(
+        self, ids: npt.NDArray[Any], tokens: npt.NDArray[np.int64], ranks: npt.NDArray[np.int64]
+    ) -> None:
+        """Fill in the most probable tokens where these were sampled; there are none past the size."""
+        first = ((tokens - ranks * self._stride) % self._size).astype(np.uint32)
+        size = np.uint32(self._size)
+        for column in range(min(ids.shape[-1], self._size)):
+            token = first + np.uint32(column * self._stride % self._size)
+            # It is below twice the size; and what would be negative is large instead.
+            ids[..., column] = np.minimum(token, token - size)
+
     def empty_prompt(self, prompt: Sequence[int], logprobs: int) -> Logprobs:
         """Room for `fill_prompt`; as upstream, all in 32 bits, and not for the first token."""
         return self._empty(max(0, len(prompt) - 1), self.width(logprobs), np.int32)

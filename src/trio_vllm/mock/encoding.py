@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import numpy as np
@@ -233,6 +233,8 @@ class TokenCells:
 
     mark: bytes
     dtype: np.dtype[Any]
+    ahead: ClassVar = 32_768
+    """How many tokens a block whose requests stay draws ahead for all of them together."""
 
     @classmethod
     def of(cls, vocab_size: int) -> TokenCells:
@@ -272,7 +274,7 @@ _EVENT_STARTS = {kind: _EVENT % kind for kind in EventType}
 _ENDS = {reason: bytes((reason,)) + NIL for reason in FinishReason}
 
 # A row of a request that has just been queued and scheduled, and one of a request that ends.
-_USUAL_EVENTS = [EventType.QUEUED, EventType.SCHEDULED]
+_USUAL_COUNT = 2
 _FIRST_START = pack_array_header(_PREFILL_STATS + 1)
 _LAST_START = pack_array_header(_EVENTS)
 _BEFORE_QUEUED = _NO_EXTRAS + _NO_END + pack_array_header(2) + _EVENT_STARTS[EventType.QUEUED]
@@ -285,15 +287,24 @@ _PREFILL = bytes((0x80 | len(_PREFILL_FIELDS),)) + b"".join(
 )
 
 
-def row(id_and_tokens: bytes, request: Request, *, final: bool) -> bytes:
-    """A row with the request's events, with its end, or with both, besides its tokens."""
+def row(
+    id_and_tokens: bytes, request: Request, *, final: bool, has_logprobs: bool = False
+) -> bytes:
+    """A row with the request's events, with its end, or with both, besides its tokens.
+
+    If it ``has_logprobs``, they stand behind the tokens already.
+    """
     events = request.events or []
+    if has_logprobs:
+        prefill = None if request.is_prefilled else _computed_prompt(request.prompt_len)
+        rest = _NO_EXTRAS[len(NIL) :]
+        return row_with(id_and_tokens, request, events, prefill, final=final, extras=rest)
     if request.is_prefilled:
         if final and not events:
             return last_row(id_and_tokens, request.finish_reason, request.stop_reason)
         return row_with(id_and_tokens, request, events, None, final=final)
     # A request that is not prefilled has events: it was queued.
-    if not final and [kind for kind, _ in events] == _USUAL_EVENTS:
+    if not final and len(events) == _USUAL_COUNT and events[1][0] is EventType.SCHEDULED:
         (_, queued), (_, scheduled) = events
         return b"".join(
             (
@@ -331,12 +342,13 @@ def row_with(
     prefill_stats: bytes | None,
     *,
     final: bool,
+    extras: bytes = _NO_EXTRAS,
 ) -> bytes:
     """A row with these events and statistics, and with the request's end if it is the last."""
     parts = [
         b"",
         id_and_tokens,
-        _NO_EXTRAS,
+        extras,
         _pack_end(request.finish_reason, request.stop_reason) if final else _NO_END,
     ]
     length = _EVENTS

@@ -1,7 +1,7 @@
-"""`FastBatch`: the requests that want nothing but tokens, kept as encoded rows.
+"""`FastBatch`: the requests that want tokens, with log probabilities or without, as encoded rows.
 
 When each request ends is known from the start. A step in which none comes or goes is *steady*: it
-copies token bytes into encoded rows (`RowBlock`) and joins the rows of each client (`ClientBatch`)
+copies bytes of tokens, and of log probabilities, into encoded rows (`RowBlock`) and joins the rows of each client (`ClientBatch`)
 into one message. Nothing is done per row, let alone per token, in Python.
 
 `PlainBatch` makes the same outputs one by one; a property test holds the two against each other.
@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 
 from trio_vllm.mock.config import MockEngineConfig
-from trio_vllm.mock.content import U64, TokenSource
+from trio_vllm.mock.content import U64, LogprobModel, TokenSource
 from trio_vllm.mock.encoding import (
     NIL,
     MessageBuilder,
@@ -27,15 +27,19 @@ from trio_vllm.mock.encoding import (
     pack_str,
     row,
 )
+from trio_vllm.mock.logprob_cells import MAX_COLUMNS, LogprobCells
 from trio_vllm.mock.request import Request
 from trio_vllm.protocol import Buffer
 
 FIRST_CAPACITY = 4
 FIRST_WIDTH = 16
 """Steps drawn ahead while requests come and go; what is drawn for one that leaves is wasted."""
+FIRST_BYTES = 1024
+"""What these take for a row at most."""
 MAX_WIDTH = 512
-TOKENS_AHEAD = 32_768
-"""How many tokens a block whose requests stay draws ahead for all of them together."""
+
+Cells = TokenCells | LogprobCells
+"""What changes in a row from step to step."""
 
 
 @attrs.define(eq=False, weakref_slot=False)
@@ -60,16 +64,18 @@ class RowBlock:
     """
 
     def __init__(
-        self, row_length: int, cells: TokenCells, chunk_size: int, source: TokenSource
+        self, row_length: int, cells: Cells, chunk_size: int, source: TokenSource | LogprobCells
     ) -> None:
         self.count = 0
+        self.cells = cells
         self.members: list[Member] = []
         """By slot."""
         self._row_length = row_length
-        self._cells = cells
         self._chunk_size = chunk_size
         self._source = source
-        self._width = FIRST_WIDTH
+        # Wide cells for many requests that come and go would take much memory.
+        self._first_width = max(1, min(FIRST_WIDTH, FIRST_BYTES // cells.dtype.itemsize))
+        self._width = self._first_width
         self._column = 0  # the next step's
         self._is_stable = False  # no row came or went since the last refill
         self._columns: Iterator[np.ndarray[Any, Any]] = iter(())
@@ -91,7 +97,7 @@ class RowBlock:
         self._map_token_view()
 
     def _allocate_ahead(self) -> None:
-        self._ahead = np.zeros((self.capacity, *self._per_row()), self._cells.dtype)
+        self._ahead = np.zeros((self.capacity, *self._per_row()), self.cells.dtype)
 
     def _per_row(self) -> tuple[int, ...]:
         # one dimension less for single tokens: numpy copies that twice as fast
@@ -99,15 +105,15 @@ class RowBlock:
 
     def _map_token_view(self) -> None:
         """Make `_tokens` a view of all token ids in the rows."""
-        mark, stride = len(self._cells.mark), self._row_length
-        offset = self._offset = stride - self._chunk_size * self._cells.width + mark
+        mark, stride = len(self.cells.mark), self._row_length
+        offset = self._offset = stride - self._chunk_size * self.cells.width + mark
         one = self._chunk_size == 1
         self._tokens: np.ndarray[Any, Any] = np.ndarray(
             (self.capacity,) if one else (self.capacity, self._chunk_size),
-            self._cells.dtype,
+            self.cells.dtype,
             self._rows.data,
             offset,
-            (stride,) if one else (stride, self._cells.width),
+            (stride,) if one else (stride, self.cells.width),
         )
 
     def _grow(self, capacity: int) -> None:
@@ -138,8 +144,8 @@ class RowBlock:
     def _refill(self) -> None:
         n = self.count
         self._firsts[:n] += np.uint64(self._width * self._chunk_size)
-        limit = max(1, min(MAX_WIDTH, TOKENS_AHEAD // (n * self._chunk_size)))
-        width = min(limit, self._width * 2 if self._is_stable else FIRST_WIDTH)
+        limit = max(1, min(MAX_WIDTH, self.cells.ahead // (n * self._chunk_size)))
+        width = min(limit, self._width * 2 if self._is_stable else self._first_width)
         if width != self._width:
             self._width = width
             self._allocate_ahead()
@@ -187,15 +193,21 @@ class RowBlock:
 
     # Members ------------------------------------------------------------------------------------
 
-    def add(self, members: Sequence[Member], rows: Sequence[bytes]) -> list[bytes]:
+    def add(
+        self, members: Sequence[Member], rows: Sequence[bytes], positions: Sequence[int]
+    ) -> list[bytes]:
         """Put rows at the end, with their tokens of the step that was advanced to; give them.
 
-        ``rows`` are blank; the requests go on from the tokens that they have ``emitted``.
+        ``rows`` are blank; ``positions`` are those of the first token of that step.
         """
         start = self.count
         stop = start + len(members)
         if not start:
-            self._width, self._column, self._is_stable = min(self._width, FIRST_WIDTH), 1, False
+            self._width, self._column, self._is_stable = (
+                min(self._width, self._first_width),
+                1,
+                False,
+            )
             if self._ahead.shape[1] != self._width:
                 self._allocate_ahead()
         if stop > self.capacity:
@@ -205,7 +217,7 @@ class RowBlock:
         blank = np.frombuffer(b"".join(rows), np.uint8)
         self._rows[start:stop] = blank.reshape(-1, self._row_length)
         self._keys[start:stop] = [member.request.key for member in members]
-        firsts = [(member.request.emitted - passed) % 2**64 for member in members]
+        firsts = [(position - passed) % 2**64 for position in positions]
         self._firsts[start:stop] = firsts
         self._draw(start, stop, column)
         self._tokens[start:stop] = self._ahead[start:stop, column]
@@ -229,8 +241,9 @@ class RowBlock:
         if places:
             behind = {*gone}
             slots = [slot for slot in range(count, self.count) if slot not in behind]
+            to, out_of = np.array(places), np.array(slots)  # once; indexing would do it each time
             for array in (self._rows, self._keys, self._firsts, self._ahead):
-                array[places] = array[slots]
+                array[to] = array[out_of]
             for place, slot in zip(places, slots, strict=True):
                 moved = self.members[place] = self.members[slot]
                 moved.slot = place
@@ -258,18 +271,23 @@ for more than 128 KiB, which malloc gets from the system anew each time; up to 7
 MADE_AT_ONCE = 128 * 1024
 """Bytes of rows of all the steps that are made together."""
 
-TWO_FIELDS = b"\x92"
+TWO_FIELDS, THREE_FIELDS = b"\x92", b"\x93"
+"""What a row begins with that has tokens, and one that has log probabilities, too."""
 
 
 class ClientBatch:
     """The requests of one client, with a count of steps of its own: others may be held meanwhile."""
 
-    def __init__(self, config: MockEngineConfig, source: TokenSource) -> None:
+    def __init__(self, config: MockEngineConfig, source: TokenSource, model: LogprobModel) -> None:
         self._source = source
         self._chunk_size = config.output_token_chunk_size
         self._cells = TokenCells.of(config.vocab_size)
         self._blank_tokens = self._cells.blank(self._chunk_size)
-        self._blocks: dict[int, RowBlock] = {}  # by row length
+        self._model = model
+        self._columns = 0
+        self._logprob_cells: dict[int | None, LogprobCells] = {}  # by the number of candidates
+        # By the number of candidates, where there are log probabilities (0 for all), and row length.
+        self._blocks: dict[tuple[int | None, int], RowBlock] = {}
         self._occupied: list[RowBlock] = []
         self._steady: list[Buffer] | None = None  # the message of a steady step, in parts
         self._members: dict[str, Member] = {}
@@ -347,75 +365,129 @@ class ClientBatch:
             by_block.setdefault(member.block, []).append(member)
         finished: list[Request] = []
         for block, members in by_block.items():
-            partial = {m.slot: self._last_tokens(m) for m in members if self._is_partial(m)}
             slots = [member.slot for member in members]
-            for slot, member, blank in zip(slots, members, block.remove(members), strict=True):
-                id_and_tokens, request = blank[1:], member.request
-                if slot in partial:
-                    id_and_tokens = id_and_tokens[: -len(self._blank_tokens)] + partial[slot]
-                self.tokens_made += self._left(member)
+            known = {m.slot: known for m in members if (known := self._known_tokens(m)) is not None}
+            blank = block.cells.blank(self._chunk_size)
+            for slot, member, last in zip(slots, members, block.remove(members), strict=True):
+                id_and_tokens = last[1:]
+                if slot in known:
+                    id_and_tokens = id_and_tokens[: -len(blank)] + known[slot]
+                request = member.request
                 del self._members[request.request_id]
                 self._add_last_row(id_and_tokens, request, builder)
                 finished.append(request)
         return finished
 
-    def _left(self, member: Member) -> int:
-        """How many tokens a request has yet to get, those of this step included."""
+    def _known_tokens(self, member: Member) -> bytes | None:
+        """The last tokens of a request, if they are not those of its row."""
+        request, block = member.request, member.block
         steps = self.step_count - member.joined_step
-        return member.request.end - member.request.emitted - steps * self._chunk_size
-
-    def _is_partial(self, member: Member) -> bool:
-        """Whether the last tokens of a request are not those of its row."""
-        return member.request.last_token is not None or self._left(member) < self._chunk_size
-
-    def _last_tokens(self, member: Member) -> bytes:
-        tokens, last = (
-            member.block.tokens(member.slot, self._left(member)),
-            member.request.last_token,
-        )
+        left = request.end - request.emitted - steps * self._chunk_size
+        self.tokens_made += left
+        last = request.last_token
+        if last is None and left == self._chunk_size:
+            return None
+        if isinstance(block.cells, LogprobCells) and last is not None:
+            return block.cells.pack(request.key, request.end - 1, last)
+        tokens = block.tokens(member.slot, left)
         tokens[-1] = tokens[-1] if last is None else last
         return self._cells.pack(tokens)
 
     def _add_last_row(
         self, id_and_tokens: bytes, request: Request, builder: MessageBuilder
     ) -> None:
-        builder.add(row(id_and_tokens, request, final=True))
+        has_logprobs = request.extras is not None
+        builder.add(row(id_and_tokens, request, final=True, has_logprobs=has_logprobs))
         builder.finished.append(request.request_id)
         request.emitted = request.end
 
     def _join(self, requests: Iterable[Request], builder: MessageBuilder) -> list[Request]:
         """Take in requests, with their first rows; gives those that have finished already."""
         finished: list[Request] = []
-        staying: dict[int, list[tuple[Member, bytes]]] = {}
+        staying: dict[RowBlock, list[tuple[Member, bytes]]] = {}
         for request in requests:
-            head = pack_str(request.request_id)
             left = request.end - request.emitted
             if left <= self._chunk_size:
-                tokens = request.tokens(self._source, request.emitted, left)
-                self._add_last_row(head + self._cells.pack(tokens), request, builder)
+                head = pack_str(request.request_id)
+                self._add_last_row(head + self._only_tokens(request, left), request, builder)
                 self.tokens_made += left
                 finished.append(request)
                 continue
-            blank = b"".join((TWO_FIELDS, head, self._blank_tokens))
-            member = Member(request, self._block_of(len(blank)), 0)
-            staying.setdefault(len(blank), []).append((member, blank))
-        for length, entries in staying.items():
+            blank = self._blank_row(request)
+            block = self._block_of(request, len(blank))
+            staying.setdefault(block, []).append((Member(request, block, 0), blank))
+        for block, entries in staying.items():
             members = [member for member, _ in entries]
-            rows = self._blocks[length].add(members, [blank for _, blank in entries])
+            positions = [member.request.emitted for member in members]
+            rows = block.add(members, [blank for _, blank in entries], positions)
             for member, first in zip(members, rows, strict=True):
                 self._add_first_row(member, first[1:], builder)
         return finished
 
-    def _block_of(self, row_length: int) -> RowBlock:
-        block = self._blocks.get(row_length)
+    def _only_tokens(self, request: Request, count: int) -> bytes:
+        """The tokens, and log probabilities, of a request that begins and ends with them."""
+        tokens, cells = (
+            request.tokens(self._source, request.emitted, count),
+            self._cells_of(request),
+        )
+        if isinstance(cells, LogprobCells):
+            return cells.pack(request.key, request.emitted, tokens[0])
+        return cells.pack(tokens)
+
+    def _blank_row(self, request: Request) -> bytes:
+        if request.extras is None:
+            return b"".join((TWO_FIELDS, pack_str(request.request_id), self._blank_tokens))
+        blank = self._cells_of(request).blank(self._chunk_size)
+        return b"".join((THREE_FIELDS, pack_str(request.request_id), blank))
+
+    def _cells_of(self, request: Request) -> Cells:
+        """How the tokens of a request are written."""
+        if request.extras is None:
+            return self._cells
+        count = request.extras.num_candidates
+        cells = self._logprob_cells.get(count)
+        if cells is None:
+            cells = LogprobCells(self._source, self._model, self._columns, count)
+            self._logprob_cells[count] = cells
+        return cells
+
+    def _block_of(self, request: Request, row_length: int) -> RowBlock:
+        extras = request.extras
+        key = (None if extras is None else extras.num_candidates or 0, row_length)
+        block = self._blocks.get(key)
         if block is None:
-            block = RowBlock(row_length, self._cells, self._chunk_size, self._source)
-            self._blocks[row_length] = block
+            cells = self._cells_of(request)
+            source = cells if isinstance(cells, LogprobCells) else self._source
+            block = RowBlock(row_length, cells, self._chunk_size, source)
+            self._blocks[key] = block
         return block
+
+    # Log probabilities --------------------------------------------------------------------------
+
+    def with_logprobs(self) -> list[Request]:
+        """The requests that have them."""
+        return [m.request for m in self._members.values() if m.request.extras is not None]
+
+    def set_columns(self, columns: int) -> None:
+        """Write log probabilities in so many columns from now on."""
+        self._columns = columns
+        self._logprob_cells.clear()
+        blocks = [b for b in self._blocks.values() if isinstance(b.cells, LogprobCells)]
+        self._blocks = {key: b for key, b in self._blocks.items() if b not in blocks}
+        for members in [block.members for block in blocks if block.count]:
+            rows = [self._blank_row(member.request) for member in members]
+            block = self._block_of(members[0].request, len(rows[0]))
+            for member in members:
+                member.block = block
+            # Those of the last step, which the next one goes on from.
+            positions = [m.request.emitted + self.step_count - m.joined_step for m in members]
+            block.add(members, rows, positions)
+        self._tidy()
 
     def _add_first_row(self, member: Member, id_and_tokens: bytes, builder: MessageBuilder) -> None:
         request = member.request
-        builder.add(row(id_and_tokens, request, final=False))
+        has_logprobs = request.extras is not None
+        builder.add(row(id_and_tokens, request, final=False, has_logprobs=has_logprobs))
         request.events, request.is_prefilled = None, True
         member.joined_step = self.step_count
         left = request.end - request.emitted
@@ -444,18 +516,20 @@ class ClientBatch:
         self._tokens_per_step = self.count * self._chunk_size
         self._steady = None
         if len(self._blocks) - len(self._occupied) > SPARE_BLOCKS:
-            self._blocks = {n: block for n, block in self._blocks.items() if block.count}
+            self._blocks = {key: block for key, block in self._blocks.items() if block.count}
         elif not self._members:
-            spare = [n for n, block in self._blocks.items() if block.capacity > SPARE_ROWS]
-            for length in spare:
-                del self._blocks[length]
+            spare = [key for key, block in self._blocks.items() if block.capacity > SPARE_ROWS]
+            for key in spare:
+                del self._blocks[key]
 
 
 class FastBatch:
     """The requests of one engine on the fast path, by client."""
 
     def __init__(self, config: MockEngineConfig, source: TokenSource, client_count: int) -> None:
-        self._clients = [ClientBatch(config, source) for _ in range(client_count)]
+        model = LogprobModel(config.vocab_size)
+        self._clients = [ClientBatch(config, source, model) for _ in range(client_count)]
+        self._chunk_size = config.output_token_chunk_size
         self._held: frozenset[int] = frozenset()
         self._active: list[tuple[int, ClientBatch]] = []  # that have requests and are not held
         self._size = 0  # bytes of their rows
@@ -465,6 +539,8 @@ class FastBatch:
         """Requests, those of held clients too."""
         self.active_count = 0
         """Requests that get tokens in the next step."""
+        self.columns = 0
+        """Of log probabilities: all rows that have them are as wide as the widest request."""
 
     @property
     def tokens_made(self) -> int:
@@ -472,8 +548,31 @@ class FastBatch:
         return sum(client.tokens_made for client in self._clients)
 
     def accepts(self, request: Request) -> bool:
-        """Whether a request can take this path."""
-        return not request.is_plain and len(request.request_id) * 4 < self._room
+        """Whether a request can take this path, with the columns that there are now."""
+        if len(request.request_id) * 4 >= self._room:
+            return False
+        if not request.is_plain:
+            return True
+        is_small = self._chunk_size == 1 and self.columns <= MAX_COLUMNS
+        return is_small and request.has_logprobs
+
+    def set_columns(self, columns: int) -> list[Request]:
+        """Write log probabilities in so many columns from now on.
+
+        Takes out, and gives, the requests that have them if these are too many for this path.
+        """
+        if columns == self.columns:
+            return []
+        self.columns = columns
+        if columns > MAX_COLUMNS:
+            leaving = [request for client in self._clients for request in client.with_logprobs()]
+            for request in leaving:
+                self.remove(request)
+            return leaving
+        for client in self._clients:
+            client.set_columns(columns)
+        self._tidy()
+        return []
 
     def steady_step(self, template: MessageTemplate, now: float) -> list[Outgoing] | None:
         """Make the next step if it is steady; its messages, or None if it is not."""

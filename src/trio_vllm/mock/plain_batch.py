@@ -61,11 +61,15 @@ class RowMaker:
         output = EngineCoreOutput(request.request_id)
         return PlainMember(
             request,
-            self._logprobs.width(extras.logprobs, extras.logprob_token_ids),
+            self.columns_of(extras),
             request.emitted,
             output,
             None if request.is_prefilled else self._prefill(request, extras, output),
         )
+
+    def columns_of(self, extras: Extras) -> int:
+        """Of log probabilities, that a request asks for."""
+        return self._logprobs.width(extras.logprobs, extras.logprob_token_ids)
 
     def sample(self, member: PlainMember, width: int, count: int | None = None) -> None:
         """Put the next tokens of a request into its output; a vector is there already.
@@ -197,14 +201,18 @@ class PlainBatch:
         self._held = held
 
     def step(
-        self, joining: Iterable[Request], builder_for: Callable[[int], MessageBuilder]
+        self,
+        joining: Iterable[Request],
+        builder_for: Callable[[int], MessageBuilder],
+        columns: int = 0,
     ) -> list[Request]:
         """Make the next step, or a slice of it; gives the requests that have finished.
 
-        ``joining`` requests are taken in where a step begins.
+        ``joining`` requests are taken in where a step begins. Log probabilities have as many
+        ``columns`` at least.
         """
         if not self._round:
-            self._begin(joining)
+            self._begin(joining, columns)
         finished: list[Request] = []
         numbers = 0
         while self._round and numbers < SLICE_NUMBERS:
@@ -226,18 +234,22 @@ class PlainBatch:
             self.tokens_made += member.emitted - before
         return finished
 
-    def _begin(self, joining: Iterable[Request]) -> None:
+    def _begin(self, joining: Iterable[Request], columns: int) -> None:
         for request in joining:
             self._members[request.request_id] = self._maker.member(request)
         # A real engine computes log probabilities for the whole batch at once: all are as wide as
         # the widest.
-        self._width = max((member.width for member in self._members.values()), default=0)
+        self._width = max([columns, *[member.width for member in self._members.values()]])
         self._round.extend(self._members.values())
 
     def _is_due(self, member: PlainMember) -> bool:
         request = member.request
         is_here = self._members.get(request.request_id) is member  # and not aborted meanwhile
         return is_here and request.client_index not in self._held
+
+    def columns_of(self, request: Request) -> int:
+        """Of log probabilities, that a request asks for."""
+        return self._maker.columns_of(request.extras or _NO_EXTRAS)
 
     def remove(self, request: Request) -> None:
         """Take out a member before its end, with the tokens that it has got."""

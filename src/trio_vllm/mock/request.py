@@ -39,7 +39,7 @@ from trio_vllm.protocol import (
 
 @attrs.frozen(kw_only=True)
 class Extras:
-    """What a request asks for besides tokens; a request with extras takes the plain path."""
+    """What a request asks for besides tokens; with more than log probabilities it takes the plain path."""
 
     logprobs: int | None = None
     """Candidates per token besides the sampled one; -1 is the whole vocabulary."""
@@ -55,6 +55,14 @@ class Extras:
     unmasked_from: int = 0
     pooling: PoolingParams | None = None
     trace_headers: dict[str, str] | None = None
+
+    @property
+    def are_logprobs(self) -> bool:
+        """Whether it asks for log probabilities of the most probable tokens, and nothing else."""
+        is_more = self.prompt_logprobs is not None or self.prompt_logprob_token_ids is not None
+        is_more = is_more or self.logprob_token_ids is not None or bool(self.masked_token_ids)
+        is_other = self.pooling is not None or self.trace_headers is not None
+        return self.logprobs is not None and not (is_more or is_other)
 
 
 @attrs.define(eq=False, kw_only=True, weakref_slot=False)
@@ -99,8 +107,14 @@ class Request:
         return self.extras is not None and self.extras.pooling is not None
 
     @property
+    def has_logprobs(self) -> bool:
+        """Whether it wants tokens that are drawn, with log probabilities, and nothing else."""
+        is_drawn = self.given is None and self.transfer is None
+        return is_drawn and self.extras is not None and self.extras.are_logprobs
+
+    @property
     def is_plain(self) -> bool:
-        """Whether it cannot take the fast path."""
+        """Whether it wants more than drawn tokens."""
         return self.extras is not None or self.given is not None
 
     def tokens(self, source: TokenSource, first: int, count: int) -> list[int]:

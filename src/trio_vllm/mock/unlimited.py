@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import islice
 from typing import Literal
@@ -105,6 +106,7 @@ class UnlimitedScheduler:
         self._unfinished: dict[str, Request] = {}
         self._waiting: dict[str, Request] = {}
         self._on_plain_path: set[str] = set()
+        self._requests_by_columns: Counter[int] = Counter()  # those that run
         self._held: frozenset[int] = frozenset()
         self._clock = StepClock(config.step_interval * config.time_scale)
         self._stats = StatsTemplate(*CHANGING_STATS)
@@ -140,8 +142,9 @@ class UnlimitedScheduler:
     @property
     def is_steady(self) -> bool:
         """Whether the next steps make tokens and nothing else."""
+        is_settled = not self._plain.count and self._columns == self._fast.columns
         is_uneventful = self._preempting is None and not self._can_start
-        return not self._plain.count and self._can_step and is_uneventful
+        return is_settled and self._can_step and is_uneventful
 
     schedule_counts = None
     """There is no schedule."""
@@ -180,11 +183,23 @@ class UnlimitedScheduler:
     def _take_out(self, request: Request) -> None:
         if self._waiting.pop(request.request_id, None) is not None:
             return
+        self._forget_columns(request)
         if request.request_id in self._on_plain_path:
             self._on_plain_path.discard(request.request_id)
             self._plain.remove(request)
         else:
             self._fast.remove(request)
+
+    @property
+    def _columns(self) -> int:
+        """Of log probabilities, that the widest running request wants."""
+        return max(self._requests_by_columns, default=0)
+
+    def _forget_columns(self, request: Request) -> None:
+        if request.extras is not None and (columns := self._plain.columns_of(request)):
+            self._requests_by_columns[columns] -= 1
+            if not self._requests_by_columns[columns]:
+                del self._requests_by_columns[columns]
 
     def reset_cache(self, now: float) -> None:
         """Nothing is cached."""
@@ -272,18 +287,23 @@ class UnlimitedScheduler:
             fast, plain = self._start(started, now)
             finished = self._fast.step(fast, builder_for)
             if plain or self._plain.count:
-                finished += self._plain.step(plain, builder_for)
+                finished += self._plain.step(plain, builder_for, self._columns)
         for request in finished:
             del self._unfinished[request.request_id]
             self._on_plain_path.discard(request.request_id)
+            self._forget_columns(request)
         if finished or self.counts[0]:
             self._clock.stepped(now)
         return finished
 
     def _start(self, started: list[Request], now: float) -> tuple[list[Request], list[Request]]:
         """Send waiting requests along the fast path and the plain path."""
+        for request in started:
+            if request.extras is not None and (columns := self._plain.columns_of(request)):
+                self._requests_by_columns[columns] += 1
         fast: list[Request] = []
-        plain: list[Request] = []
+        plain = self._fast.set_columns(self._columns)
+        self._on_plain_path.update([request.request_id for request in plain])
         if len(started) == len(self._waiting):
             self._waiting.clear()  # with the memory of a table that was large once
         for request in started:
