@@ -13,7 +13,7 @@ import trio
 
 from trio_vllm.client.core import ClientStatistics, FrontendCore
 from trio_vllm.client.engines import QueuedMessage
-from trio_vllm.client.large_arrays import with_own_arrays
+from trio_vllm.client.large_arrays import has_large_arrays, with_own_arrays
 from trio_vllm.client.learning import Learner
 from trio_vllm.client.streams import Sink
 from trio_vllm.client.utility_calls import UTILITY_TIMEOUT
@@ -76,7 +76,8 @@ class CoreDriver:
         self._timer_end = 0.0
         self._failed = trio.Event()
         self._learning_tasks = trio.Lock()
-        self._turns = Turns(slice_time, perf_counter)
+        self.turns = Turns(slice_time, perf_counter)
+        """Shares out turns to submit requests; see `wait_turn`."""
         self._learner = Learner(self)
 
     @asynccontextmanager
@@ -119,7 +120,11 @@ class CoreDriver:
         Cancellation:
           Nothing has happened.
         """
-        await self._turns.wait()
+        await self.turns.wait()
+
+    def has_large_arrays(self, request: EngineCoreRequest) -> bool:
+        """Whether `own_arrays` has anything to copy."""
+        return has_large_arrays(request)
 
     async def own_arrays(  # noqa: ASYNC910
         self, requests: Sequence[EngineCoreRequest]
@@ -149,8 +154,8 @@ class CoreDriver:
 
     def drop(self, sink: Sink) -> None:
         """Forget a request and abort it, if it is still in flight; its sink hears nothing more."""
-        self.core.drop(sink)
-        self._follow_up()
+        if self.core.drop(sink):
+            self._follow_up()
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests: each gets a last output with `FinishReason.ABORT`, the engines are told."""

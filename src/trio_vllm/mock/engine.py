@@ -15,13 +15,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 
 from trio_vllm.errors import DecodeError
 from trio_vllm.limits import MAX_ENGINES
-from trio_vllm.mock.answer_file import FileAnswers, read_answer_file, tokenized
 from trio_vllm.mock.answers import Answers, EchoAnswers, PromptAnswers, RandomAnswers
 from trio_vllm.mock.config import OUTPUTS, MockEngineConfig
 from trio_vllm.mock.connector import Connector, Fetched
@@ -37,12 +36,12 @@ from trio_vllm.mock.encoding import (
 from trio_vllm.mock.events import EventLog, Summary
 from trio_vllm.mock.kv_events import KvCacheEvent
 from trio_vllm.mock.request import Refusal, Request, RequestFactory
-from trio_vllm.mock.simulated import SimulatedScheduler, simulated_scheduler
 from trio_vllm.mock.spread import Spread
 from trio_vllm.mock.unlimited import Counts, UnlimitedScheduler
 from trio_vllm.mock.utilities import EngineControl, Outcome, RequestAction
 from trio_vllm.protocol import (
     AbortRequests,
+    AddDecoder,
     DpControlOutput,
     EngineCoreOutput,
     EngineCoreReadyResponse,
@@ -58,9 +57,11 @@ from trio_vllm.protocol import (
     UtilityCallOutput,
     UtilityOutput,
     UtilityRequest,
-    decode_engine_message,
     encode_outputs,
 )
+
+if TYPE_CHECKING:
+    from trio_vllm.mock.simulated import SimulatedScheduler
 
 
 def ready_response(
@@ -120,6 +121,12 @@ def _answers_of(
         return drawn
     if config.output == "echo":
         return EchoAnswers(drawn)
+    from trio_vllm.mock.answer_file import (  # noqa: PLC0415
+        FileAnswers,
+        read_answer_file,
+        tokenized,
+    )
+
     lines = read_answer_file(config.output)
     return FileAnswers(lines if encode is None else tokenized(lines, encode), drawn)
 
@@ -318,17 +325,12 @@ class MockEngine:
         self._client_count = client_count
         self._has_coordinator = has_coordinator
         source = TokenSource(config.vocab_size)
-        self._connector = connector = Connector.of(config, engine_index)
+        self._connector = Connector.of(config, engine_index)
         answers = answers_of(config, engine_index)
-        self._factory = RequestFactory(config, source, answers, connector)
-        self._scheduler: UnlimitedScheduler | SimulatedScheduler = (
-            simulated_scheduler(config, source, fast_path=fast_path, connector=connector)
-            if config.is_scheduled
-            else UnlimitedScheduler(
-                config, source, client_count, fast_path=fast_path, connector=connector
-            )
-        )
+        self._factory = RequestFactory(config, source, answers, self._connector)
+        self._scheduler = self._make_scheduler(source, fast_path=fast_path)
         self._control = EngineControl(config)
+        self._decoder = AddDecoder()
         self._deaths = self._make_deaths() if config.die_like_an_engine else None
         self._template = MessageTemplate(engine_index, self._control.weight_version)
         self._replies = Replies(engine_index)
@@ -347,12 +349,30 @@ class MockEngine:
         self._is_shutting_down = False
         self._stepped_at = -math.inf
 
+    def _make_scheduler(
+        self, source: TokenSource, *, fast_path: bool
+    ) -> UnlimitedScheduler | SimulatedScheduler:
+        if not self.config.is_scheduled:
+            return UnlimitedScheduler(
+                self.config,
+                source,
+                self._client_count,
+                fast_path=fast_path,
+                connector=self._connector,
+            )
+        # A twentieth of the time in which an engine without a schedule starts.
+        from trio_vllm.mock.simulated import simulated_scheduler  # noqa: PLC0415
+
+        return simulated_scheduler(
+            self.config, source, fast_path=fast_path, connector=self._connector
+        )
+
     # Messages -----------------------------------------------------------------------------------
 
     def handle(self, frames: Frames, now: float) -> list[Outgoing]:
         """Take one message from an input socket; give what to send at once, often nothing."""
         try:
-            message = decode_engine_message(frames)
+            message = self._decoder.decode(frames)
         except DecodeError as error:
             return self.refuse_undecodable(frames, error, now)
         return self.take(message, now)
@@ -493,12 +513,12 @@ class MockEngine:
                 self._replies.ended(wire.client_index, [wire.request_id], FinishReason.ABORT, now)
             ]
         replies: list[Outgoing] = []
-        is_queued = self._scheduler.get(wire.request_id) is not None  # behind an earlier chunk
+        # A chunk that is queued behind an earlier one will be hashed when its turn comes.
+        is_new = bool(hashes) and self._scheduler.get(wire.request_id) is None
         if not self._take_in(wire, now, replies):
             return replies
-        request = self._scheduler.get(wire.request_id)
-        if hashes and not is_queued and request is not None and request.scheduled is not None:
-            request.scheduled.table.hashes = hashes
+        if is_new and hashes:
+            self._note_hashes(wire.request_id, hashes)
         if wire.lora_request is not None:
             self._control.use_adapter(wire.lora_request)
         if self._wave is not None:
@@ -507,6 +527,11 @@ class MockEngine:
             if wave is not None:
                 replies.append(self._replies.wave(now, start_wave=wave))
         return replies
+
+    def _note_hashes(self, request_id: str, hashes: list[bytes]) -> None:
+        request = self._scheduler.get(request_id)
+        if request is not None and request.scheduled is not None:
+            request.scheduled.table.hashes = hashes
 
     def _take_in(self, wire: EngineCoreRequest, now: float, replies: list[Outgoing]) -> bool:
         """Start, queue or refuse a request; whether it was taken."""
