@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from trio_vllm.transport import (
     join_frontend,
 )
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext
+from trio_vllm.transport.zmq_socket import ZmqSocket
 
 TOLD_WITHIN = 2.0
 
@@ -137,43 +138,97 @@ async def test_frozen_connection_without_heartbeats(context: ZmqContext, tmp_pat
             assert await rig.channels.outputs.receive_batch(5) == [([b"late"], connection)]
 
 
-@pytest.mark.parametrize("side", ["input", "output"])
+@asynccontextmanager
+async def frontend_behind_proxies(
+    context: ZmqContext, folder: Path
+) -> AsyncIterator[tuple[RawFrontend, dict[str, ZmqSocket], dict[str, Proxy]]]:
+    """A frontend with a coordinator; its sockets, and the proxies that lead there, by name."""
+    frontend = RawFrontend.bind(context, folder)
+    kinds = {
+        "input": SocketType.ROUTER,
+        "output": SocketType.PULL,
+        "broadcasts": SocketType.XPUB,
+        "notices": SocketType.PULL,
+    }
+    sockets = {name: context.socket(kind) for name, kind in kinds.items()}
+    async with AsyncExitStack() as stack:
+        proxies: dict[str, Proxy] = {}
+        for name, socket in sockets.items():
+            address = socket.bind("tcp://127.0.0.1:0")
+            proxies[name] = await stack.enter_async_context(open_proxy(address))
+        yield frontend, sockets, proxies
+
+
+async def let_in(
+    frontend: RawFrontend, sockets: dict[str, ZmqSocket], proxies: dict[str, Proxy], cuts: int = 0
+) -> None:
+    """Start an engine; its connection for broadcasts breaks so many times before the gate opens."""
+    identity, _ = await frontend.handshake.receive()
+    init = frontend.init(
+        inputs=[proxies["input"].address],
+        outputs=[proxies["output"].address],
+        coordinator_input=proxies["broadcasts"].address,
+        coordinator_output=proxies["notices"].address,
+    )
+    frontend.handshake.send_nowait([identity, *encode_init(init)])
+    for _ in range(cuts):
+        assert await sockets["broadcasts"].receive() == [b"\x01"]
+        await proxies["broadcasts"].connections[-1].reset()
+        assert await sockets["broadcasts"].receive() == [b"\x00"]
+    assert await sockets["broadcasts"].receive() == [b"\x01"]
+    sockets["broadcasts"].send_nowait([b"READY"])
+
+
+@pytest.mark.parametrize("side", ["input", "output", "broadcasts", "notices"])
 @pytest.mark.parametrize("freezes", [False, True])
 async def test_engine_is_told_of_its_clients_connections(
     context: ZmqContext, tmp_path: Path, side: str, freezes: bool
 ) -> None:
-    """The break of either; frozen ones are found by heartbeats."""
-    frontend = RawFrontend.bind(context, tmp_path)
-    inner, outer = context.socket(SocketType.ROUTER), context.socket(SocketType.PULL)
-    targets = [inner.bind("tcp://127.0.0.1:0"), outer.bind("tcp://127.0.0.1:0")]
+    """The break of any, those to the coordinator too; frozen ones are found by heartbeats."""
     with trio.fail_after(LIMIT):
-        async with open_proxy(targets[0]) as first, open_proxy(targets[1]) as second:
-            addresses = {"inputs": [first.address], "outputs": [second.address]}
-
-            async def answer() -> None:
-                identity, _ = await frontend.handshake.receive()
-                init = encode_init(frontend.init(**addresses))
-                frontend.handshake.send_nowait([identity, *init])
-
-            proxy = first if side == "input" else second
-            async with (
-                beside(answer),
-                join_frontend(
-                    frontend.handshake.address,
-                    engine_index=0,
-                    ready_response=lambda _: ready_response(0),
-                    heartbeat_timeout=2.0,
-                ) as channels,
+        async with (
+            frontend_behind_proxies(context, tmp_path) as (frontend, sockets, proxies),
+            beside(partial(let_in, frontend, sockets, proxies)),
+            join_frontend(
+                frontend.handshake.address,
+                engine_index=0,
+                ready_response=lambda _: ready_response(0),
+                heartbeat_timeout=2.0,
+            ) as channels,
+        ):
+            assert channels.coordinator is not None
+            for name, sender in (
+                ("output", channels.outputs[0]),
+                ("notices", channels.coordinator.notices),
             ):
-                channels.outputs[0].send_nowait([b"output"])
-                assert await outer.receive() == [b"output"]
-                if freezes:
-                    proxy.connections[0].freeze()
-                else:
-                    await proxy.connections[0].reset()
-                lost = await channels.disconnects.receive()
+                sender.send_nowait([b"output"])
+                assert await sockets[name].receive() == [b"output"]
+            (connection,) = proxies[side].connections
+            if freezes:
+                connection.freeze()
+            else:
+                await connection.reset()
+            lost = await channels.disconnects.receive()
 
-    assert lost == FrontendDisconnect(proxy.address, 0)
+    client_index = 0 if side in {"input", "output"} else None
+    assert lost == FrontendDisconnect(proxies[side].address, client_index)
+
+
+async def test_broadcasts_that_break_before_the_gate_opens(
+    context: ZmqContext, tmp_path: Path
+) -> None:
+    """ØMQ connects again, and so the engine hears when it does."""
+    with trio.fail_after(LIMIT):
+        async with (
+            frontend_behind_proxies(context, tmp_path) as (frontend, sockets, proxies),
+            beside(partial(let_in, frontend, sockets, proxies, cuts=2)),
+            join_frontend(
+                frontend.handshake.address,
+                engine_index=0,
+                ready_response=lambda _: ready_response(0),
+            ),
+        ):
+            assert len(proxies["broadcasts"].connections) == 3
 
 
 def bootstrapped(folder: Path, coordinator: str, **options: Any) -> Bootstrapped:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Sequence
@@ -179,7 +180,7 @@ class EngineControl:
                 raise AttributeError(  # noqa: TRY301  one way to fail
                     f"'EngineCoreProc' object has no attribute '{name}'"
                 )
-            _check_arguments(name, method, request.args)
+            _check_arguments(name, request.args)
             result = method(*request.args)
         except (AttributeError, TypeError, ValueError, RuntimeError, AdapterCallError) as error:
             return Outcome(output=self.refuse(request, f"Call to {name} method failed: {error}"))
@@ -215,13 +216,19 @@ class EngineControl:
         return [(request.client_index, UtilityOutput(request.call_id)) for request, _ in done]
 
 
-def _check_arguments(name: str, method: Callable[..., Any], args: Sequence[Any]) -> None:
+@functools.cache
+def _parameters(name: str) -> list[inspect.Parameter]:
+    """What a method takes."""
+    _, *parameters = inspect.signature(getattr(_Methods, name)).parameters.values()
+    return parameters
+
+
+def _check_arguments(name: str, args: Sequence[Any]) -> None:
     """Fail on a wrong number of arguments, as upstream does: on too many without a word."""
-    parameters = inspect.signature(method).parameters.values()
+    parameters, empty = _parameters(name), inspect.Parameter.empty
     if len(args) > len(parameters):
         raise TypeError
-    empty = inspect.Parameter.empty
-    if missing := [p.name for p in list(parameters)[len(args) :] if p.default is empty]:
+    if missing := [p.name for p in parameters[len(args) :] if p.default is empty]:
         names = " and ".join(map(repr, missing))
         plural = "s" * (len(missing) > 1)
         raise TypeError(
