@@ -38,6 +38,7 @@ from typing import Any
 import attrs
 
 from trio_vllm.client.answers import answer_checks
+from trio_vllm.client.columns import FEWEST_ROWS
 from trio_vllm.client.engines import (
     CONNECTION_LOST,
     REPORTED_DEATH,
@@ -102,6 +103,9 @@ StatsListener = Callable[[int, SchedulerStats], None]
 
 SMALL = 8 * 1024
 """Bytes of a message that takes no longer than others can wait: less than a millisecond."""
+
+WORTH_COLUMNS = range(512, 128 * 1024)
+"""Bytes of a message that may have rows enough for `TokenColumns`, and takes them no longer than that."""
 
 ResultsListener = Callable[[str, Sequence[Any], Mapping[int, Any]], None]
 """Is called with the method and the arguments of a utility call, and its results by engine index."""
@@ -538,19 +542,41 @@ class FrontendCore:
     def receive_small(self, frames: Frames, connection: int | None, now: float) -> bool:
         """Handle a message like `receive` if it is small, and a batch as most are; whether it was."""
         connections = self._connections
-        if len(frames) != 1 or len(frames[0]) > SMALL or not connections.is_proved(connection):
+        if len(frames) != 1 or not connections.is_proved(connection):
             return False
-        sender = connections.engine_of(connection)
+        sender, size = connections.engine_of(connection), len(frames[0])
+        assert sender is not None
+        engine = self._engines.by_index[sender]
+        if size in WORTH_COLUMNS and self._receive_columns(engine, frames, now):
+            return True
+        if size > SMALL:
+            return False
         try:
             batch = decode_outputs_lazily(frames)
             if not isinstance(batch, UndecodedBatch) or batch.engine_index != sender:
                 return False
-            engine = self._engines.by_index[sender]
             if engine.state is not EngineState.DEAD:
-                self._receive_rows(engine, batch.rows, batch)
+                self._receive_one_by_one(engine, batch.rows, batch)
                 self._receive_rest(engine, batch, now)
         except DecodeError as error:
             self._receive_undecodable(sender, error)
+        return True
+
+    def _receive_columns(self, engine: Engine, frames: Frames, now: float) -> bool:
+        """Handle a message whose rows are mostly those of `TokenColumns`; False if it is another one."""
+        found = engine.columns.find(frames)
+        if (
+            found is None
+            or found.others.engine_index != engine.index
+            or engine.state is EngineState.DEAD
+            or not engine.columns.append(found)
+        ):
+            return False
+        batch = found.others
+        engine.has_moved = True
+        self._receive_rows(engine, batch.rows, batch)
+        engine.columns.admit(batch.rows)
+        self._receive_rest(engine, batch, now)
         return True
 
     def receive_in_pieces(
@@ -607,7 +633,7 @@ class FrontendCore:
 
     def _receive_batch(self, engine: Engine, batch: UndecodedBatch, now: float) -> Iterator[None]:
         for rows in batch.row_pieces():
-            self._receive_rows(engine, rows, batch)
+            self._receive_one_by_one(engine, rows, batch)
             yield
             if engine.state is EngineState.DEAD:
                 return
@@ -619,6 +645,13 @@ class FrontendCore:
             self._receive_finished(engine, batch.finished_requests)
         if batch.has_stats:
             self._receive_stats(engine, batch, now)
+
+    def _receive_one_by_one(self, engine: Engine, rows: list[Any], batch: UndecodedBatch) -> None:
+        """Hand over rows that are not taken by columns."""
+        engine.columns.interrupt(batch.weight_version)
+        self._receive_rows(engine, rows, batch)
+        if len(rows) >= FEWEST_ROWS:
+            engine.columns.admit(rows)
 
     def _receive_rows(self, engine: Engine, rows: list[Any], batch: UndecodedBatch) -> None:
         """Hand each row to its sink: the hot path of the whole client."""

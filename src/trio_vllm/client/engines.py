@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import attrs
 
+from trio_vllm.client.columns import TokenColumns
 from trio_vllm.client.input_processing import RequestLimits
 from trio_vllm.client.streams import Sink
 from trio_vllm.client.versions import oldest_release
@@ -80,6 +81,8 @@ class Engine:
     """Why it is dead; the first reason is kept."""
     requests: dict[str, Sink] = attrs.field(factory=dict)
     """Those in flight there, oldest first."""
+    columns: TokenColumns = attrs.field(init=False)
+    """Those of them that only collect tokens."""
     added_since_stats: set[str] = attrs.field(factory=set)
     """The ids of those that its newest statistics cannot have counted."""
     stats: SchedulerStats | None = None
@@ -106,6 +109,10 @@ class Engine:
     def _id_of_index(self) -> EngineId:
         return EngineId.of(self.index)
 
+    @columns.default
+    def _columns_of_requests(self) -> TokenColumns:
+        return TokenColumns(self.requests)
+
     # Requests -----------------------------------------------------------------------------------
 
     def add(self, sink: Sink) -> None:
@@ -113,11 +120,13 @@ class Engine:
         sink.engine_index = self.index
         self.requests[sink.request_id] = sink
         self.added_since_stats.add(sink.request_id)
+        self.columns.add(sink)
 
     def remove(self, request_id: str) -> Sink:
         """Forget a request that is over, or another engine's now; gives its sink."""
         self.added_since_stats.discard(request_id)
         sink = self.requests.pop(request_id)
+        self.columns.remove(request_id)
         if not self.requests:
             self.has_moved = True
         return sink
