@@ -1,16 +1,23 @@
 """The public names: exactly those, documented, and cheap until they are used."""
 
+import ast
 import inspect
 import pydoc
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import attrs
 import pytest
 
 import trio_vllm
+from trio_vllm._help import field_docs_in_source
 from trio_vllm._lazy import install_lazy_importer
 
 VLLM_NAMES = {
@@ -65,6 +72,8 @@ ROOT_NAMES = VLLM_NAMES | {
     "spawn_engine",
 }
 """Connecting, requests, outputs, errors: what most programs use, and no more."""
+
+SOURCE = Path(trio_vllm.__file__).parent
 
 PUBLIC_PACKAGES = ["client", "errors", "llm", "mock", "protocol", "spawn", "testing"]
 
@@ -150,6 +159,11 @@ def test_without_its_source_a_package_imports_at_once(monkeypatch: pytest.Monkey
             {"ast", "numpy", "ormsgpack", "re", "rich", "tokenize", "trio", "typing", "zmq"},
         ),
         ("trio_vllm.cli", {"numpy", "ormsgpack", "rich", "trio", "zmq"}),
+        # What an engine without a schedule does not need.
+        (
+            "trio_vllm.mock.serve",
+            {"trio_vllm.mock.simulated", "trio_vllm.transport.frontend", "trio_vllm.client"},
+        ),
     ],
 )
 def test_importing_costs_nothing(package: str, heavy: set[str]) -> None:
@@ -162,6 +176,14 @@ def test_importing_costs_nothing(package: str, heavy: set[str]) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
 
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_a_long_name_is_found_too() -> None:
+    """Its statement takes several lines."""
+    transport = import_module("trio_vllm.transport")
+
+    assert transport.open_side_channel_sockets.__name__ == "open_side_channel_sockets"
+    assert "open_side_channel_sockets" in transport.__all__
 
 
 def test_packages_stay_reachable() -> None:
@@ -191,6 +213,39 @@ def test_help_of_a_field_of_a_base_class() -> None:
     """It is in the order of the constructor, with all its lines in one."""
     assert "\n  prompt_token_ids: " in str(trio_vllm.GenerateRequest.__doc__)
     assert "\n  engine_count: Engines 0 to " in str(trio_vllm.HandshakeOwner.__doc__)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(SOURCE.rglob("*.py")), ids=lambda path: path.relative_to(SOURCE).as_posix()
+)
+def test_docstrings_of_fields_are_found_as_python_sees_them(path: Path) -> None:
+    """They are read without parsing the source, and are those that a parser finds."""
+    place = path.relative_to(SOURCE.parent).with_suffix("")
+    classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+
+    for node in classes:
+        stub = type(node.name, (), {"__module__": ".".join(place.parts)})
+        with patched_module(stub.__module__, path):
+            assert field_docs_in_source(stub) == parsed_docs(node), node.name
+
+
+@contextmanager
+def patched_module(name: str, path: Path) -> Iterator[None]:
+    """Have a module by its file, without importing what it may need."""
+    module = ModuleType(name)
+    module.__file__ = str(path)
+    with mock.patch.dict(sys.modules, {name: module}):
+        yield
+
+
+def parsed_docs(node: ast.ClassDef) -> dict[str, str]:
+    """The strings that stand behind the fields of a class."""
+    docs = {}
+    for field, text in pairwise(node.body):
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(doc))):
+                docs[name] = doc
+    return docs
 
 
 def test_help_of_what_has_no_fields() -> None:

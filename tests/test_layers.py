@@ -52,6 +52,7 @@ RULES = {
     "protocol": Allowed(frozenset({"errors", "limits"}), frozenset({"ormsgpack"})),
     # The only layer that knows ØMQ: whatever else carries frames needs no other to change.
     "transport": Allowed(BELOW_CLIENT - {"transport"}, IMPURE | {"trio", "zmq"}),
+    "transport/__init__": Allowed(frozenset({"_lazy"})),
     "client": Allowed(BELOW_CLIENT, IMPURE | {"trio"}),
     # Knows engines by the client alone, so it cannot depend on how they are connected.
     "llm": Allowed(BELOW_CLIENT - {"transport"} | {"client"}, IMPURE | {"trio"}),

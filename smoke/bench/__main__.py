@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from arguments import output_file
 from bench.figures import Figure
 from bench.measure_cli import measure_help
 from bench.measure_client import (
@@ -33,7 +34,7 @@ from bench.measure_engine import (
     measure_schedule,
     measure_startup,
 )
-from bench.measure_load import measure_load, measure_round_trip
+from bench.measure_load import measure_load, measure_logprobs, measure_round_trip
 from bench.report import TOLERANCE, markdown, plot, regressions, table, write_json
 from bench.turns import FULL, QUICK, Effort
 
@@ -47,6 +48,7 @@ BENCHMARKS: dict[str, Callable[[Effort], list[Figure]]] = {
     "idle": measure_idle,
     "engine-memory": measure_engine_memory,
     "load": measure_load,
+    "logprobs": measure_logprobs,
     "round-trip": measure_round_trip,
     "dispatch": measure_dispatch,
     "submission": measure_submission,
@@ -98,14 +100,18 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("names", metavar="NAME", nargs="*", help="a benchmark (default: all)")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter samples")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write all samples to a file")
+    parser.add_argument(
+        "--json", metavar="FILE", type=output_file, help="write all samples to a file"
+    )
     parser.add_argument(
         "--markdown",
         metavar="FILE",
-        type=Path,
+        type=output_file,
         help="write the table of the docs (docs/explanation/speed_table.md)",
     )
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the ratios (matplotlib)")
+    parser.add_argument(
+        "--plot", metavar="FILE", type=output_file, help="draw the ratios (matplotlib)"
+    )
     parser.add_argument(
         "--compare",
         metavar="FILE",

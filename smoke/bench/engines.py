@@ -22,6 +22,11 @@ def raw_engine(*options: str) -> Command:
     return lambda address: [*python("bench.raw_engine"), address, *options]
 
 
+def step_engine(*options: str) -> Command:
+    """Some that answer like vLLM's, see there."""
+    return lambda address: [*python("bench.step_engine"), address, *options]
+
+
 def python(module: str) -> list[str]:
     """Run a module of ours."""
     return [sys.executable, "-m", module]

@@ -2,22 +2,25 @@
 
 import contextlib
 import dataclasses
+import functools
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from bench.engines import mock_engine, python, raw_engine
+from bench.engines import mock_engine, python, raw_engine, step_engine
 from bench.figures import Figure, Target
 from bench.frontend import ENVIRONMENT, Command, connected
 from bench.loads import ping
-from bench.turns import Effort, take_turns
+from bench.turns import Effort, in_turns, take_turns
 from bench.workers import Worker, working
 from harness import free_port
 from processes import running
 from provision import BUILT_VERSION, find_peers
 
 ASYNC_LLM = "AsyncLLM"
+MOCK = mock_engine()
 CONCURRENCY = 256
 
 
@@ -26,8 +29,8 @@ def measure_load(effort: Effort) -> list[Figure]:
     figures: list[Figure] = []
     with ours() as worker, theirs() as yardstick:
         for max_tokens, target in ((64, Target(8, "ratio")), (512, Target(6, "ratio"))):
-            both = load(effort, worker, yardstick, "generate", max_tokens)
-            figures += load_figures(f"generate {max_tokens} tokens", *both, target)
+            loads = load(effort, worker, yardstick, "generate", max_tokens)
+            figures += load_figures(f"generate {max_tokens} tokens", *loads, target)
         samples, compared = load(effort, worker, yardstick, "stream", 128)
     figures += load_figures("stream 128 tokens", samples, compared)
     per_delivery = Figure(
@@ -42,16 +45,16 @@ def measure_load(effort: Effort) -> list[Figure]:
 
 
 @contextlib.contextmanager
-def ours() -> Iterator[Worker]:
-    """An `Llm` on a mock engine."""
+def ours(engine: Command = MOCK) -> Iterator[Worker]:
+    """An `Llm` on an engine."""
     with on_engine(
-        "Llm", mock_engine(), lambda port: [*python("bench.work_llm"), address(port)]
+        "Llm", engine, lambda port: [*python("bench.work_llm"), address(port)]
     ) as worker:
         yield worker
 
 
 @contextlib.contextmanager
-def theirs() -> Iterator[Worker | None]:
+def theirs(engine: Command = MOCK) -> Iterator[Worker | None]:
     """vLLM's own client on another one, if vLLM is there."""
     peers = find_peers(BUILT_VERSION)
     if peers is None:
@@ -64,7 +67,7 @@ def theirs() -> Iterator[Worker | None]:
     script = str(Path(__file__).with_name("work_asyncllm.py"))
     with on_engine(
         ASYNC_LLM,
-        mock_engine(),
+        engine,
         lambda port: [peers.python, script, str(port), peers.model],
         peers.environment,
     ) as worker:
@@ -101,7 +104,8 @@ class Load:
     deliveries: int
     seconds: float
     cpu_seconds: float
-    max_tokens: int
+    positions: int
+    """Tokens of a request that are counted."""
 
     @property
     def requests_per_second(self) -> float:
@@ -111,12 +115,33 @@ class Load:
     @property
     def cpu_seconds_per_million(self) -> float:
         """Of the client, for a million tokens."""
-        return self.cpu_seconds / self.requests / self.max_tokens * 1e6
+        return self.cpu_seconds / self.requests / self.positions * 1e6
 
     @property
     def tokens_per_delivery(self) -> float:
         """How many a reader gets at a time."""
-        return self.requests * self.max_tokens / self.deliveries
+        return self.requests * self.positions / self.deliveries
+
+
+Order = Mapping[str, Any]
+
+
+def put_on(client: Worker, order: Order, positions: int) -> Load:
+    """Give a client an order; of each request so many tokens are counted."""
+    return Load(**client.ask(**order), positions=positions)
+
+
+def both(
+    effort: Effort, order: Order, worker: Worker, yardstick: Worker | None, positions: int
+) -> tuple[list[Load], list[Load]]:
+    """Give both clients the same order, in turns."""
+    if yardstick is None:
+        return [put_on(worker, order, positions) for _ in range(1 + effort.rounds)][1:], []
+    return take_turns(
+        effort,
+        lambda: put_on(worker, order, positions),
+        lambda: put_on(yardstick, order, positions),
+    )
 
 
 def load(
@@ -125,13 +150,7 @@ def load(
     """Put a load on both clients in turns."""
     seconds = 3.0 * effort.scale
     order = {"task": task, "concurrency": CONCURRENCY, "max_tokens": max_tokens, "seconds": seconds}
-
-    def put_on(client: Worker) -> Load:
-        return Load(**client.ask(**order), max_tokens=max_tokens)
-
-    if yardstick is None:
-        return [put_on(worker) for _ in range(1 + effort.rounds)][1:], []
-    return take_turns(effort, lambda: put_on(worker), lambda: put_on(yardstick))
+    return both(effort, order, worker, yardstick, max_tokens)
 
 
 def load_figures(
@@ -148,15 +167,59 @@ def load_figures(
             [sample.requests_per_second for sample in yardstick],
             target,
         ),
-        Figure(
-            f"{name}: CPU",
-            "s/M tokens",
-            "less",
-            [sample.cpu_seconds_per_million for sample in samples],
-            ASYNC_LLM,
-            [sample.cpu_seconds_per_million for sample in yardstick],
-        ),
+        cpu_figure(name, samples, yardstick, ASYNC_LLM),
     ]
+
+
+LOGPROBS = (0, 1, 5)
+LOGPROBS_TOKENS = 64
+PROMPT_LENGTH = 4000
+PROMPT_CONCURRENCY = 16
+
+
+def measure_logprobs(effort: Effort) -> list[Figure]:
+    """Log probabilities, next to vLLM's own client, and to the same tokens without them."""
+    figures: list[Figure] = []
+    seconds = 1.0 * effort.scale
+    plain = {"task": "generate", "concurrency": CONCURRENCY, "seconds": seconds}
+    plain["max_tokens"] = LOGPROBS_TOKENS
+    with ours(step_engine()) as worker, theirs(step_engine()) as yardstick:
+        for count in LOGPROBS:
+            name, order = f"generate 64 tokens, logprobs={count}", {**plain, "logprobs": count}
+            turns = [(worker, order), (worker, plain)]
+            turns += [(yardstick, order)] if yardstick else []
+            loads, without, *others = in_turns(
+                effort, *(functools.partial(put_on, *turn, LOGPROBS_TOKENS) for turn in turns)
+            )
+            compared = others[0] if others else []
+            figures += [
+                cpu_figure(name, loads, compared, ASYNC_LLM, Target(0.15, "ratio")),
+                cpu_figure(f"{name}, again", loads, without, "without", Target(2.5, "ratio")),
+            ]
+        order = {**plain, "concurrency": PROMPT_CONCURRENCY, "max_tokens": 1}
+        order |= {"prompt_length": PROMPT_LENGTH, "prompt_logprobs": 1}
+        of_prompts = both(effort, order, worker, yardstick, PROMPT_LENGTH)
+    name = "generate, prompts of 4,000 tokens, prompt_logprobs=1"
+    return [*figures, cpu_figure(name, *of_prompts, ASYNC_LLM, Target(0.15, "ratio"))]
+
+
+def cpu_figure(
+    name: str,
+    samples: Sequence[Load],
+    compared: Sequence[Load],
+    yardstick: str,
+    target: Target | None = None,
+) -> Figure:
+    """What a token costs the client, or a position of the prompt."""
+    return Figure(
+        f"{name}: CPU",
+        "s/M tokens",
+        "less",
+        [sample.cpu_seconds_per_million for sample in samples],
+        yardstick,
+        [sample.cpu_seconds_per_million for sample in compared],
+        target,
+    )
 
 
 def measure_round_trip(effort: Effort) -> list[Figure]:

@@ -15,8 +15,8 @@ import zmq
 from ready import READY
 
 ADD = b"\0"
+MAX_SOCKETS = 4096
 
-ENGINE_ID = b"\0\0"
 TOKEN = 31_999
 LENGTH = 1
 """The finish reason."""
@@ -36,14 +36,15 @@ def main() -> None:
         answer(outputs, gather(requests, arguments.gather))
 
 
-def join(address: str) -> tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]:
+def join(address: str, index: int = 0) -> tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]:
     """Shake hands; gives the sockets for requests and outputs."""
-    context = zmq.Context[zmq.Socket[bytes]]()
+    context = zmq.Context[zmq.Socket[bytes]].instance()
+    context.max_sockets = MAX_SOCKETS
 
     def connect(kind: int, where: str) -> "zmq.Socket[bytes]":
         socket = context.socket(kind)
         socket.set_hwm(0)
-        socket.setsockopt(zmq.IDENTITY, ENGINE_ID)
+        socket.setsockopt(zmq.IDENTITY, index.to_bytes(2, "little"))
         socket.connect(where)
         return socket
 
@@ -57,6 +58,7 @@ def join(address: str) -> tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"]:
     outputs = connect(zmq.PUSH, addresses["outputs"][0])
     requests.send(ormsgpack.packb(READY))
     report("READY")
+    handshake.close()
     return requests, outputs
 
 

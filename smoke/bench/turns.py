@@ -35,20 +35,25 @@ QUICK = Effort(rounds=3, scale=0.25)
 def take_turns(
     effort: Effort, subject: Callable[[], T], yardstick: Callable[[], T]
 ) -> tuple[list[T], list[T]]:
-    """Samples of us and of the yardstick, one right after the other, who is first changing.
-
-    What else goes on on the machine then comes upon both. The first turn of each does not count.
-    """
-    subject()
-    yardstick()
-    ours: list[T] = []
-    theirs: list[T] = []
-    turns = [(subject, ours), (yardstick, theirs)]
-    for _ in range(effort.rounds):
-        for measure, samples in turns:
-            samples.append(measure())
-        turns.reverse()
+    """Samples of us and of the yardstick; see `in_turns`."""
+    ours, theirs = in_turns(effort, subject, yardstick)
     return ours, theirs
+
+
+def in_turns(effort: Effort, *measures: Callable[[], T]) -> list[list[T]]:
+    """Samples of each, one right after the other, who is first changing.
+
+    What else goes on on the machine then comes upon all. The first turn of each does not count.
+    """
+    for measure in measures:
+        measure()
+    samples: list[list[T]] = [[] for _ in measures]
+    turns = list(zip(measures, samples, strict=True))
+    for _ in range(effort.rounds):
+        for measure, kept in turns:
+            kept.append(measure())
+        turns.reverse()
+    return samples
 
 
 def ask_in_turns(

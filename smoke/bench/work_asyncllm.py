@@ -23,7 +23,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 
-PROMPT = list(range(1, 33))
+PROMPT_LENGTH = 32
 KINDS = {"generate": RequestOutputKind.FINAL_ONLY, "stream": RequestOutputKind.DELTA}
 
 
@@ -43,7 +43,7 @@ async def main() -> None:
             data_parallel_size_local=0,
         )
     )
-    await complete(llm, "generate", 1)
+    await complete(llm, prompt(PROMPT_LENGTH), sampling("generate", max_tokens=1))
     reply(ready=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         reply(**await keep_busy(llm, **json.loads(line)))
@@ -55,33 +55,50 @@ def reply(**answer: Any) -> None:
     print(json.dumps(answer), file=answers, flush=True)
 
 
-async def complete(llm: AsyncLLM, kind: str, max_tokens: int) -> int:
+def prompt(length: int) -> dict[str, list[int]]:
+    """Token ids as vLLM takes them."""
+    return {"prompt_token_ids": list(range(1, length + 1))}
+
+
+def sampling(task: str, **asked: int) -> SamplingParams:
+    """What is asked for, without text."""
+    return SamplingParams(ignore_eos=True, detokenize=False, output_kind=KINDS[task], **asked)
+
+
+async def complete(llm: AsyncLLM, wanted: Any, params: SamplingParams) -> int:
     """Complete a prompt; gives how often we were woken."""
-    params = SamplingParams(
-        max_tokens=max_tokens, ignore_eos=True, detokenize=False, output_kind=KINDS[kind]
-    )
     tokens = deliveries = 0
-    outputs: AsyncIterator[Any] = llm.generate(
-        {"prompt_token_ids": PROMPT}, params, uuid.uuid4().hex
-    )
+    outputs: AsyncIterator[Any] = llm.generate(wanted, params, uuid.uuid4().hex)
     async for output in outputs:
         tokens += len(output.outputs[0].token_ids)
         deliveries += 1
-    assert tokens == max_tokens
+    assert tokens == params.max_tokens
+    if params.logprobs is not None:
+        assert output.outputs[0].logprobs
+    if params.prompt_logprobs is not None:
+        assert len(output.prompt_logprobs) == len(wanted["prompt_token_ids"])
     return deliveries
 
 
 async def keep_busy(
-    llm: AsyncLLM, *, task: str, concurrency: int, max_tokens: int, seconds: float
+    llm: AsyncLLM,
+    *,
+    task: str,
+    concurrency: int,
+    seconds: float,
+    prompt_length: int = PROMPT_LENGTH,
+    **asked: int,
 ) -> dict[str, Any]:
     """Keep ``concurrency`` requests in flight, and start no more after ``seconds``."""
+    wanted, params = prompt(prompt_length), sampling(task, **asked)
     requests = deliveries = 0
     begin, cpu = time.perf_counter(), time.process_time()
 
     async def one_after_another() -> None:
         nonlocal requests, deliveries
         while time.perf_counter() - begin < seconds:
-            count = await complete(llm, task, max_tokens)  # += would read its old value too early
+            # += would read its old value too early
+            count = await complete(llm, wanted, params)
             deliveries += count
             requests += 1
 

@@ -32,7 +32,7 @@ async def dispatch(*, concurrency: int, steps: int, short: bool) -> Answer:
     """Hand out tokens to requests that are waited for to their end; the yardstick only unpacks."""
     async with unwired_llm() as (llm, feed), trio.open_nursery() as nursery:
         for _ in range(concurrency):
-            nursery.start_soon(generate, llm, steps + 1)
+            nursery.start_soon(generate, llm, request(max_tokens=steps + 1))
         ids = await feed.settled(concurrency)
         step, last = tokens_for(ids, short=short), ends_of(ids)
         yardstick = cpu_time_of(lambda: ormsgpack.unpackb(step[0]), steps)
@@ -58,7 +58,7 @@ async def dispatched(concurrency: int, steps: int, *observers: Observer) -> floa
     """Tokens per CPU second, to requests that are waited for to their end."""
     async with unwired_llm(*observers) as (llm, feed), trio.open_nursery() as nursery:
         for _ in range(concurrency):
-            nursery.start_soon(generate, llm, steps + 1)
+            nursery.start_soon(generate, llm, request(max_tokens=steps + 1))
         ids = await feed.settled(concurrency)
         step, last = tokens_for(ids), ends_of(ids)
         feed.batch_limit = 16
@@ -76,7 +76,7 @@ async def wake_ups(*, concurrency: int, steps: int) -> Answer:
 
     async def read(llm: Llm) -> None:
         nonlocal deliveries
-        count = await stream(llm, steps + 1)
+        count = await stream(llm, request(max_tokens=steps + 1))
         deliveries += count
 
     async with unwired_llm() as (llm, feed), trio.open_nursery() as nursery:
@@ -148,7 +148,7 @@ async def memory(*, count: int) -> NoReturn:
         bare = await growth(lambda: sleepers(nursery, count))
 
         async def submit() -> None:
-            wanted = request(1000)
+            wanted = request(max_tokens=1000)
             for _ in range(count // GROUP):
                 for _ in range(GROUP):
                     nursery.start_soon(llm.generate, wanted)

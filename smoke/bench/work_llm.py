@@ -13,13 +13,13 @@ import trio
 from bench.workers import Answer, read_order, reply
 from trio_vllm import GenerateRequest, HandshakeOwner, Llm, SamplingParams, open_llm
 
-PROMPT = list(range(1, 33))
+PROMPT_LENGTH = 32
 
 
 async def main() -> None:
     """Connect, say so, and do what is ordered until there are no more orders."""
     async with open_llm(HandshakeOwner(handshake_address=sys.argv[1])) as llm:
-        await llm.generate(request(1))
+        await llm.generate(request(max_tokens=1))
         reply(ready=True)
         tasks: dict[str, Callable[..., Awaitable[Answer]]] = {
             "generate": lambda **order: keep_busy(llm, generate, **order),
@@ -30,46 +30,61 @@ async def main() -> None:
             reply(**await tasks[order.pop("task")](**order))
 
 
-def request(max_tokens: int) -> GenerateRequest:
-    """Always the same."""
-    params = SamplingParams(max_tokens=max_tokens)
-    return GenerateRequest(prompt_token_ids=PROMPT, sampling_params=params)
+def request(
+    *,
+    max_tokens: int,
+    prompt_length: int = PROMPT_LENGTH,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+) -> GenerateRequest:
+    """Always the same for the same arguments."""
+    params = SamplingParams(
+        max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+    )
+    prompt = list(range(1, prompt_length + 1))
+    return GenerateRequest(prompt_token_ids=prompt, sampling_params=params)
 
 
-async def generate(llm: Llm, max_tokens: int) -> int:
+async def generate(llm: Llm, wanted: GenerateRequest) -> int:
     """Complete a prompt; gives how often we were woken."""
-    output = await llm.generate(request(max_tokens))
-    assert len(output.token_ids) == max_tokens
+    output, params = await llm.generate(wanted), wanted.sampling_params
+    assert len(output.token_ids) == params.max_tokens
+    for asked, logprobs, rows in (
+        (params.logprobs, output.logprobs, params.max_tokens),
+        (params.prompt_logprobs, output.prompt_logprobs, len(wanted.prompt_token_ids) - 1),
+    ):
+        assert asked is None or (logprobs is not None and len(logprobs) == rows)
     return 1
 
 
-async def stream(llm: Llm, max_tokens: int) -> int:
+async def stream(llm: Llm, wanted: GenerateRequest) -> int:
     """Complete a prompt token by token; gives how often we were woken."""
     tokens = deliveries = 0
-    async with llm.stream(request(max_tokens)) as stream:
+    async with llm.stream(wanted) as stream:
         async for delta in stream:
             tokens += len(delta.token_ids)
             deliveries += 1
-    assert tokens == max_tokens
+    assert tokens == wanted.sampling_params.max_tokens
     return deliveries
 
 
 async def keep_busy(
     llm: Llm,
-    complete: Callable[[Llm, int], Awaitable[int]],
+    complete: Callable[[Llm, GenerateRequest], Awaitable[int]],
     *,
     concurrency: int,
-    max_tokens: int,
     seconds: float,
+    **asked: int,
 ) -> dict[str, Any]:
     """Keep ``concurrency`` requests in flight, and start no more after ``seconds``."""
+    wanted = request(**asked)
     requests = deliveries = 0
     begin, cpu = time.perf_counter(), time.process_time()
 
     async def one_after_another() -> None:
         nonlocal requests, deliveries
         while time.perf_counter() - begin < seconds:
-            count = await complete(llm, max_tokens)  # += would read its old value too early
+            count = await complete(llm, wanted)  # += would read its old value too early
             deliveries += count
             requests += 1
 
@@ -87,7 +102,7 @@ async def keep_busy(
 async def ping(llm: Llm, *, count: int) -> dict[str, Any]:
     """Complete prompts of one token one after the other; gives the time of each."""
     times = []
-    one = request(1)
+    one = request(max_tokens=1)
     for _ in range(count):
         begin = time.perf_counter()
         await llm.generate(one)

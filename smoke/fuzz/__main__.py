@@ -19,6 +19,7 @@ from pathlib import Path
 
 import attrs
 
+from arguments import output_file
 from fuzz.targets import TARGETS
 
 DEFAULT_SECONDS = 60.0
@@ -85,7 +86,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--replay", type=Path, metavar="FILE", help="run one input, without atheris"
     )
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=output_file, help="write the figures here")
     arguments = parser.parse_args()
     for name in arguments.targets:
         if name not in TARGETS:

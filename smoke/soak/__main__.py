@@ -27,6 +27,7 @@ from pathlib import Path
 import attrs
 import trio
 
+from arguments import output_file
 from harness import free_port
 from processes import Process, running
 from soak.loads import Load, MiscountError, read_for_ever
@@ -264,8 +265,8 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="nox -s soak --", description=__doc__)
     parser.add_argument("minutes", type=float, nargs="?", default=3.0)
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--plot", type=Path, help="draw memory and descriptors here (PNG)")
+    parser.add_argument("--json", type=output_file, help="write the figures here")
+    parser.add_argument("--plot", type=output_file, help="draw memory and descriptors here (PNG)")
     return parser.parse_args()
 
 

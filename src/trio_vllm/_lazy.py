@@ -12,7 +12,7 @@ def install_lazy_importer(package: str) -> bool:
     """Let ``package`` import its names when they are asked for; False if its source cannot be read.
 
     The names are those that its ``__init__`` imports as ``from module import Name as Name``, one a
-    line: the statements that type checkers read say what is imported from where, so that no second
+    statement: the statements that type checkers read say what is imported from where, so that no second
     list can differ from them.
     """
     module = sys.modules[package]
@@ -52,9 +52,13 @@ def _read_source(package: str) -> str | None:
 
 def _find_homes(source: str) -> dict[str, str]:
     """Map each name to the module it comes from; to parse this with ``ast`` would take 5 ms."""
-    homes = {}
+    homes, home = {}, ""
     for line in source.splitlines():
         match line.split():
             case ["from", module, "import", name, "as", alias] if alias == name:
                 homes[name] = module
+            case ["from", home, "import", "("]:
+                pass  # of a long name, which stands in the next line
+            case [name, "as", alias] if home and alias == f"{name},":
+                homes[name] = home
     return homes

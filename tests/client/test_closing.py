@@ -8,8 +8,9 @@ from tests.client.world import make_output, make_request, open_world
 from trio.testing import MockClock, assert_checkpoints, wait_all_tasks_blocked
 
 from trio_vllm.client import OutputStream
+from trio_vllm.client import core as core_module
 from trio_vllm.errors import ClientClosedError, EngineDeadError, InternalError
-from trio_vllm.protocol import FinishReason
+from trio_vllm.protocol import ENGINE_CORE_DEAD, FinishReason
 
 
 async def test_leaving_the_block_aborts_what_is_in_flight_at_once() -> None:
@@ -152,3 +153,56 @@ async def test_a_bug_in_a_task_surfaces_once_as_such() -> None:
             await trio.sleep_forever()
 
     assert isinstance(caught.value.__cause__, LookupError)
+
+
+@pytest.mark.parametrize("how", ["abort", "abort all", "death", "close", "leave"])
+async def test_many_requests_end_some_at_a_time(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others have their turns meanwhile; the engine is told of all, and who was left meanwhile hears nothing."""
+    monkeypatch.setattr(core_module, "ENDED_AT_ONCE", 4)
+    streams = [OutputStream(f"r{number}") for number in range(100)]
+    counts = list[int]()
+    async with trio.open_nursery() as nursery:
+        async with open_world() as world:
+            for stream in streams:
+                world.client.driver.submit(make_request(stream.request_id), stream)
+            await wait_all_tasks_blocked()
+            world.engine.received()
+
+            @nursery.start_soon
+            async def watch() -> None:
+                while core.in_flight_count:
+                    counts.append(core.in_flight_count)
+                    await trio.lowlevel.checkpoint()
+
+            core = world.client.driver.core
+            if how == "abort":
+                world.client.abort([stream.request_id for stream in streams])
+            elif how == "abort all":
+                world.client.abort_all()
+            elif how == "close":
+                world.client.close()
+            elif how == "death":
+                world.engine.outputs.send_nowait([ENGINE_CORE_DEAD])
+                while not core.has_endings:  # noqa: ASYNC110 (nobody tells)
+                    await trio.lowlevel.checkpoint()
+            if how != "leave":
+                world.client.driver.drop(streams[-1])
+                await wait_all_tasks_blocked()
+
+        told = [id_ for ids in world.engine.aborts() for id_ in ids]
+
+    assert len(set(counts)) >= 5  # tasks run in any order
+    assert set(told) == {stream.request_id for stream in streams}
+    world.assert_tidy()
+    errors = {"death": EngineDeadError, "close": ClientClosedError, "leave": ClientClosedError}
+    *others, dropped = streams
+    for stream in others:
+        if how in errors:
+            with pytest.raises(errors[how]):
+                await anext(stream)
+        else:
+            assert (await anext(stream)).output.finish_reason is FinishReason.ABORT
+    if how != "leave":
+        with trio.move_on_after(0) as scope:
+            await anext(dropped)
+        assert scope.cancelled_caught

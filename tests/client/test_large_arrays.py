@@ -150,14 +150,15 @@ async def test_what_is_sent_is_the_copy(is_raw: bool, monkeypatch: pytest.Monkey
         return [attrs.evolve(request, priority=7) for request in requests]
 
     monkeypatch.setattr("trio_vllm.client.driver.with_own_arrays", copied)
-    async with open_llm_world() as world:
+    features = [feature(some_array())]
+    async with open_llm_world(client_options={"is_multimodal": True}) as world:
 
         async def call() -> None:
-            async with world.llm.client.call(make_request()):
+            async with world.llm.client.call(make_request(mm_features=features)):
                 await trio.sleep_forever()
 
         async def generate() -> None:
-            await world.llm.generate(make_prompt())
+            await world.llm.generate(make_prompt(request_mm_features=features))
 
         await world.start(call if is_raw else generate)
 

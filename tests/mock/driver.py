@@ -187,3 +187,14 @@ def drive(engine_index: int = 0, *, client_count: int = 1, **config: Any) -> Dri
         MockEngineConfig(**config), engine_index, client_count=client_count, **fields
     )
     return Driver(engine, is_fast=fields.get("fast_path", True))
+
+
+def drive_many(count: int, **config: Any) -> Driver:
+    """An engine at work on so many requests, and what it sends from now on."""
+    driver = drive(**config)
+    for number in range(count):
+        driver.add(f"r{number}", 1000)
+    while driver.engine.counts[0] < count:
+        driver.step()
+    driver.sent.clear()
+    return driver

@@ -164,6 +164,151 @@ def test_several_steps_at_once_send_the_same(
     assert attrs.evolve(single.engine.summary, end=0) == attrs.evolve(several.engine.summary, end=0)
 
 
+@given(
+    actions=st.lists(st.one_of(ACTIONS, MANY), max_size=15),
+    seats_and_budget=st.sampled_from([(3, 7), (100, 101), (40, 40), (100, 2048)]),
+    num_gpu_blocks=st.sampled_from([30, 120, 1000]),
+    block_size=st.sampled_from([1, 3, 16]),
+    enable_prefix_caching=st.booleans(),
+    has_events=st.booleans(),
+    has_coordinator=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_several_steps_of_a_schedule_at_once_are_those_of_the_scheduler(
+    actions: list[tuple[Any, ...]],
+    seats_and_budget: tuple[int, int],
+    num_gpu_blocks: int,
+    block_size: int,
+    enable_prefix_caching: bool,
+    has_events: bool,
+    has_coordinator: bool,
+) -> None:
+    """The same messages, statistics and KV-cache events as one by one on the plain path."""
+    blocks = num_gpu_blocks * 16 // block_size
+    config: dict[str, Any] = {
+        "client_count": 2,
+        "has_coordinator": has_coordinator,
+        "max_num_seqs": seats_and_budget[0],
+        "max_num_batched_tokens": seats_and_budget[1],
+        "num_gpu_blocks": blocks,
+        "block_size": block_size,
+        "max_model_len": min(400, (blocks - 1) * block_size),
+        "vocab_size": 70_000,
+        "enable_prefix_caching": enable_prefix_caching,
+    }
+    if has_events and enable_prefix_caching:
+        config["kv_events_config"] = '{"enable_kv_cache_events": true}'
+    several, plain = drive(**config), drive(fast_path=False, **config)
+    for action in [*actions, ("resume",), ("step", 1000)]:
+        act(plain, action)
+        if action[0] == "step":
+            several.step_at_once(action[1])
+        else:
+            act(several, action)
+
+    for client_index in range(2):
+        assert messages_for(client_index, several) == messages_for(client_index, plain)
+    assert several.engine.pop_kv_events() == plain.engine.pop_kv_events()
+    assert not any(several.engine.counts) or several.engine.counts == plain.engine.counts
+
+
+@given(
+    actions=st.lists(st.one_of(ACTIONS, MANY), max_size=15),
+    seats_and_budget=st.sampled_from([(3, 7), (40, 40), (100, 100), (100, 2048)]),
+    num_gpu_blocks=st.sampled_from([30, 120, 1000]),
+    block_size=st.sampled_from([1, 2, 3, 16]),
+    times=st.fixed_dictionaries(
+        {"inter_token_latency": st.sampled_from([0.0, 0.003, 0.02])},
+        optional={
+            "inter_token_latency_std_dev": st.just(0.0005),
+            "time_to_first_token": st.just(0.05),
+            "time_factor_under_load": st.just(3.0),
+        },
+    ),
+    has_events=st.booleans(),
+    delay=st.sampled_from([0.0, 0.004, 0.3]),
+)
+@settings(max_examples=100, deadline=None)
+def test_both_paths_of_requests_with_their_own_times_send_the_same(
+    actions: list[tuple[Any, ...]],
+    seats_and_budget: tuple[int, int],
+    num_gpu_blocks: int,
+    block_size: int,
+    times: dict[str, float],
+    has_events: bool,
+    delay: float,
+) -> None:
+    """At the same times: in steps that are made when they are due, or some time later."""
+    blocks = num_gpu_blocks * 16 // block_size
+    config: dict[str, Any] = {
+        "client_count": 2,
+        "max_num_seqs": seats_and_budget[0],
+        "max_num_batched_tokens": seats_and_budget[1],
+        "num_gpu_blocks": blocks,
+        "block_size": block_size,
+        "max_model_len": min(400, (blocks - 1) * block_size),
+        "vocab_size": 70_000,
+        **times,
+    }
+    if times["inter_token_latency"] == 0.0:
+        config |= {"time_to_first_token": 0.01, "inter_token_latency_std_dev": 0.0}
+    if has_events:
+        config["kv_events_config"] = '{"enable_kv_cache_events": true}'
+    drivers = [drive(fast_path=fast_path, **config) for fast_path in (True, False)]
+    for driver in drivers:
+        for action in [*actions, ("resume",), ("step", 10_000)]:
+            if action[0] == "step":
+                step_when_due(driver, action[1], delay)
+            else:
+                act(driver, action)
+                driver.now -= 0.249
+
+    fast, plain = drivers
+    assert comparable(fast) == comparable(plain)
+    assert fast.engine.pop_kv_events() == plain.engine.pop_kv_events()
+    lost = [summary.seconds_behind for summary in (fast.engine.summary, plain.engine.summary)]
+    assert lost[0] == pytest.approx(lost[1])
+    assert attrs.evolve(fast.engine.summary, seconds_behind=0) == attrs.evolve(
+        plain.engine.summary, seconds_behind=0
+    )
+
+
+def step_when_due(driver: Driver, count: int, delay: float) -> None:
+    """Make steps when they are due, or some time later, while there are any."""
+    for _ in range(count):
+        due = driver.engine.next_step_time(driver.now)
+        if due is None:
+            return
+        driver.now = max(driver.now, due) + delay
+        driver.keep(driver.engine.step(driver.now))
+
+
+def test_steps_of_a_schedule_are_made_at_once_where_that_is_possible() -> None:
+    """Until a request ends, and not while one could be admitted, or steps take time."""
+    driver = drive(schedule=True, max_num_seqs=2)
+    driver.add("a", 40)
+    driver.add("b", 200)
+    driver.step(2)
+
+    assert len(driver.engine.steps(200.0, 32)) == 32
+    assert len(driver.engine.steps(201.0, 32)) == 5
+    driver.step()
+    driver.step()
+    assert len(driver.engine.steps(202.0, 32)) == 32
+    assert len(driver.engine.steps(202.0, 1)) == 1
+    assert len(made_at_once(step_time=0.1)) == 1
+    assert len(made_at_once(inter_token_latency=0.1)) == 1
+    assert len(made_at_once(schedule=True, enable_logging_iteration_details=True)) == 1
+
+
+def made_at_once(**config: Any) -> list[Any]:
+    """What an engine with one request makes when it is asked for several steps."""
+    driver = drive(**config)
+    driver.add("a", 100)
+    driver.step(2)
+    return driver.engine.steps(driver.now + 1.0, 32)
+
+
 def messages_for(client_index: int, driver: Driver) -> list[Any]:
     """What one client got, without times."""
     messages = []

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from tests.mock.driver import pack_add, raw_request
+from tests.mock.driver import drive_many, pack_add, raw_request
 from tests.proxy import open_proxy
 from tests.transport.startup import RawFrontend
 
@@ -37,8 +37,9 @@ from trio_vllm.mock import (
     serve_mock_engines,
 )
 from trio_vllm.mock.encoding import Outgoing
+from trio_vllm.mock.engine import ABORTS_AT_ONCE
 from trio_vllm.mock.runner import EngineRunner
-from trio_vllm.mock.serve import ServeLimits
+from trio_vllm.mock.serve import ServeLimits, _abort_requests
 from trio_vllm.protocol import (
     HandshakeStatus,
     RequestBatchOutputs,
@@ -215,10 +216,14 @@ async def test_the_next_frontend_is_served_as_well(
         for life in range(3):
             async with open_client(owner(serving.options)) as client:
                 assert await generate(client, f"life {life}", 3) is FinishReason.LENGTH
+                async with client.call(make_request(f"left {life}", 1_000_000)) as outputs:
+                    await anext(outputs)
+                    client.close()
         serving.shutdown.set()
 
     assert serving.summary is not None
-    assert (serving.summary.requests, serving.summary.tokens) == (3, 9)
+    summary = serving.summary
+    assert (summary.requests, summary.finished, summary.aborted) == (6, 3, 3)
     lines = caplog.text
     assert "engine 1: serving 1 client(s)" in lines
     assert "engine 1: the frontend has gone" in lines
@@ -248,6 +253,24 @@ async def test_a_lost_frontend_leaves_nothing(folder: Path) -> None:
 
     assert serving.summary is not None
     assert (serving.summary.requests, serving.summary.aborted) == (4, 4)
+
+
+async def test_many_requests_of_a_lost_frontend_are_aborted_in_slices() -> None:
+    """Others have their turns meanwhile."""
+    engine = drive_many(10 * ABORTS_AT_ONCE).engine
+    seen = list[int]()
+
+    async def watch() -> None:
+        while engine.has_unfinished:
+            seen.append(sum(engine.counts))
+            await trio.lowlevel.checkpoint()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(watch)
+        await _abort_requests(engine, lambda: 1e6)
+
+    assert len(set(seen)) >= 5  # tasks run in any order
+    assert engine.summary.aborted == 10 * ABORTS_AT_ONCE
 
 
 async def test_without_reconnect_the_loss_of_the_frontend_is_the_end(folder: Path) -> None:

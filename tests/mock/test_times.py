@@ -390,3 +390,20 @@ def test_there_are_times() -> None:
 def test_what_is_no_time_takes_no_unit() -> None:
     with pytest.raises(ConfigurationError, match="time_scale must be more than 0"):
         MockEngineConfig(time_scale="20ms")  # type: ignore[arg-type]
+
+
+def test_rows_of_requests_with_their_own_times_stand_in_the_order_of_admission() -> None:
+    """Also if a request has the place in memory of one that was admitted before the others."""
+    driver = timed(inter_token_latency=0.02)
+    for name in ("a", "b", "c"):
+        add(driver, name, 2 if name == "a" else 30)
+    run(driver, until=START + 0.05)
+    driver.now = START + 0.06
+    add(driver, "d", 30)
+    driver.sent.clear()
+    for _ in range(4):
+        driver.now += 0.02
+        driver.keep(driver.engine.step(driver.now))
+    rows = [[output.request_id for output in batch.outputs] for batch in driver.batches()]
+
+    assert rows[-1] == ["b", "c", "d"]

@@ -5,9 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.mock.driver import Driver, drive
+from tests.mock.driver import Driver, drive, drive_many
 
+from trio_vllm.mock import scheduling, unlimited
+from trio_vllm.mock.engine import ABORTS_AT_ONCE
 from trio_vllm.protocol import EventType, FinishReason
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"schedule": True, "max_num_seqs": 1000},
+    {"schedule": True, "max_num_seqs": 1000, "inter_token_latency": 0.001},
+]
+"""Of schedules: none, by step, by request."""
 
 
 def test_the_plain_answers() -> None:
@@ -207,6 +216,86 @@ def test_a_pause_that_aborts(pause: str) -> None:
     assert driver.call("is_scheduler_paused") is True
     driver.run()
     assert not driver.engine.has_unfinished
+
+
+@pytest.mark.parametrize("config", KINDS, ids=str)
+@pytest.mark.parametrize("how", ["pause", "sleep", "shutdown"])
+def test_many_requests_are_aborted_in_slices(how: str, config: dict[str, Any]) -> None:
+    """Each slice is a step, in which there are no tokens; the answer comes behind the last one."""
+    driver = drive_many(5 * ABORTS_AT_ONCE, **config)
+    call_id = 0
+    if how == "shutdown":
+        driver.keep(driver.engine.shut_down(driver.now, drain=False))
+    else:
+        call_id = driver.post("sleep" if how == "sleep" else "pause_scheduler")
+    unfinished, counts = sum(driver.engine.counts), list[int]()
+    while unfinished:
+        counts.append(unfinished)
+        assert driver.answer(call_id) is None
+        assert driver.has_work
+        driver.step()
+        unfinished = sum(driver.engine.counts)
+
+    assert [(5 - place) * ABORTS_AT_ONCE for place in range(1, 5)] == counts
+    assert (driver.answer(call_id) is not None) == (how != "shutdown")
+    rows = [output for batch in driver.batches() for output in batch.outputs]
+    assert [row.request_id for row in rows] == [f"r{n}" for n in range(5 * ABORTS_AT_ONCE)]
+    assert {(len(row.new_token_ids), row.finish_reason) for row in rows} == {
+        (0, FinishReason.ABORT)
+    }
+    driver.run()
+
+
+def test_what_comes_while_many_are_aborted() -> None:
+    """Who is aborted, or finished, by another way is not told twice; who comes waits."""
+    driver = drive_many(3 * ABORTS_AT_ONCE)
+    pause = driver.post("pause_scheduler")
+    last = f"r{3 * ABORTS_AT_ONCE - 1}"
+    driver.abort(last)
+    driver.add("new", 2)
+    second, question = driver.post("pause_scheduler"), driver.post("is_scheduler_paused")
+    assert not any(map(driver.answer, (pause, second, question)))
+    driver.run()
+
+    assert all(map(driver.answer, (pause, second, question)))
+    assert not driver.outputs(last)
+    assert driver.finish_reason("new") is FinishReason.ABORT
+    driver.call("resume_scheduler")
+    assert not driver.engine.has_unfinished
+
+
+@pytest.mark.parametrize("config", KINDS, ids=str)
+@pytest.mark.parametrize("resets", [False, True])
+def test_many_requests_are_preempted_in_slices(
+    resets: bool, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run again in their order, but for those that are aborted meanwhile."""
+    for module in (scheduling, unlimited):
+        monkeypatch.setattr(module, "PREEMPTED_AT_ONCE", 10)
+    driver = drive_many(45, **config)
+    driver.call("pause_scheduler", "keep", not resets)
+    if resets:
+        driver.call("reset_prefix_cache", True)
+    counts = list[int]()
+    while driver.engine.counts[0]:
+        counts.append(driver.engine.counts[0])
+        if counts[-1] == 25:
+            driver.abort("r2", "r44")
+        assert driver.has_work
+        driver.step()
+    assert 4 <= len(counts) <= 5  # a step may have to end before
+    assert driver.engine.counts == (0, 43)
+
+    driver.sent.clear()
+    driver.call("resume_scheduler")
+    while driver.engine.counts[0] < 43:
+        driver.step()
+    while len(driver.batches()[-1].outputs) < 43:
+        driver.step()
+    order = list(dict.fromkeys(o.request_id for b in driver.batches() for o in b.outputs))
+    assert order == [f"r{n}" for n in range(44) if n != 2]
+    driver.abort(*order)
+    driver.run()
 
 
 def test_a_pause_that_waits(pause: str) -> None:

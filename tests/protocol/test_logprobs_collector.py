@@ -16,15 +16,18 @@ from trio_vllm.errors import DecodeError
 from trio_vllm.protocol import (
     CodecError,
     EngineCoreOutput,
+    FinishReason,
     Frames,
     Logprobs,
     LogprobsCollector,
     PrefillStats,
     RequestBatchOutputs,
+    SamplingMask,
     UndecodedBatch,
     decode_outputs_lazily,
     encode_outputs,
     raw_logprobs_of,
+    rest_of,
 )
 
 
@@ -90,18 +93,57 @@ def test_the_usual_row_is_not_decoded() -> None:
     [
         EngineCoreOutput("r", [7]),
         EngineCoreOutput("r", [7, 8], new_logprobs=make_logprobs([7, 8], 2)),
-        EngineCoreOutput("r", [7], new_logprobs=make_logprobs([7], 2), num_nans_in_logits=1),
-        EngineCoreOutput("r", [7], new_logprobs=make_logprobs([7], 2), stop_reason=7),
+        EngineCoreOutput("r", [], new_logprobs=make_logprobs([], 2)),
         EngineCoreOutput(
-            "r", [7], new_logprobs=make_logprobs([7], 2), prefill_stats=PrefillStats()
+            "r",
+            [7],
+            new_logprobs=make_logprobs([7], 2),
+            new_sampling_mask=SamplingMask(np.array([7, 9], np.int32)),
         ),
     ],
 )
 def test_other_rows_are_decoded(output: EngineCoreOutput) -> None:
-    """They carry more, or other things."""
+    """They have not one token, no logprobs, or other things for each token."""
     (row,) = received(output).rows
 
     assert raw_logprobs_of(row) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_all"),
+    [
+        ({}, True),
+        ({"num_nans_in_logits": 1}, False),
+        ({"stop_reason": 7}, False),
+        ({"prefill_stats": PrefillStats()}, False),
+        ({"finish_reason": FinishReason.LENGTH}, False),
+    ],
+)
+def test_what_else_a_row_has(fields: dict[str, Any], is_all: bool) -> None:
+    """Without the token it is a row that says the rest."""
+    batch = received(EngineCoreOutput("r", [7], new_logprobs=make_logprobs([7], 2), **fields))
+    (row,) = batch.rows
+    rest = rest_of(row)
+
+    assert raw_logprobs_of(row) is row[2]
+    assert (rest is None) is is_all
+    if rest is not None:
+        assert same(batch.decode_row(rest), EngineCoreOutput("r", [], **fields))
+
+
+@given(st.lists(rows(), max_size=6), st.sampled_from([1, 70, 10_000]))
+def test_room_only_says_when_arrays_are_made(parts: list[Logprobs], room: int) -> None:
+    """What comes out is the same."""
+    batch = received(*(EngineCoreOutput("r", [7] * len(p), new_logprobs=p) for p in parts))
+    collected = []
+    for collector in (LogprobsCollector(2, room=room), LogprobsCollector(2)):
+        for row in batch.rows:
+            raw = raw_logprobs_of(row)
+            if raw is not None:
+                collector.add_raw(raw, batch.frames)
+        collected.append(collector.take())
+
+    assert same(*collected)
 
 
 IDS, VALUES, RANKS = b"\x07\0\0\0" * 2, b"\0\0\0\0" * 2, b"\x01" + bytes(7)

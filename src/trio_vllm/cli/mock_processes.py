@@ -36,6 +36,7 @@ import attrs
 import trio
 
 from trio_vllm import ConfigurationError
+from trio_vllm.cli import collect_rarely
 from trio_vllm.cli.app import (
     FAILED,
     STOP_SIGNALS,
@@ -136,9 +137,7 @@ async def serve_here(
     """Run all engines of ``options`` until ``shutdown``; raises what `serve_mock_engines` does."""
     from trio_vllm.mock import serve_mock_engines
 
-    # What has been imported stays; and cycles, which the collector is for, are rare here.
-    gc.freeze()
-    gc.set_threshold(100_000, 20, 100)
+    gc.freeze()  # what has been imported stays
     return await serve_mock_engines(
         options.engine, options.serving, shutdown=shutdown, states=states
     )
@@ -337,6 +336,7 @@ class _Supervision:
 
 def run_worker(argument: str) -> int:
     """Run the engines of this process; gives the exit code."""
+    collect_rarely()
     options = MockOptions.from_json(argument)
     with logging_to_parent() if options.live else logging_to_stderr(LOG_LAYOUT):
         report = trio.run(_report_on_end, options)

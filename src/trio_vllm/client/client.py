@@ -193,7 +193,8 @@ class EngineCoreClient(UtilityMethods):
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests: each gets a last output with `FinishReason.ABORT`, the engines are told.
 
-        Ids that are not in flight are ignored.
+        Ids that are not in flight are ignored. More than some hundred end one after the other, with turns
+        for other tasks in between.
         """
         self.driver.abort(as_request_ids(request_ids))
 

@@ -10,6 +10,7 @@ calls the driver looks at
   all that is submitted or aborted in one go costs one wake-up, and reaches an engine before its next
   step. A message that finds its engine gone is given back with `undeliverable`;
 * `coordination_sends`: messages of the data-parallel waves;
+* `has_endings`: whether more requests have to end than others can wait for; `end_some` ends the next.
 * `failure`: if it is set, no request is served any more.
 
 Outputs and results go to the object that the caller passed in with the request or the call, which
@@ -31,7 +32,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -92,8 +93,12 @@ from trio_vllm.protocol import (
     decode_outputs_in_pieces,
     decode_outputs_lazily,
     encode_utility,
+    find_logprob_rows,
+    logprobs_pattern,
     raw_logprobs_of,
+    rest_of,
     row_request_id,
+    unpacked_row,
 )
 
 _log = logging.getLogger("trio_vllm.client")
@@ -107,8 +112,16 @@ SMALL = 8 * 1024
 WORTH_COLUMNS = range(512, 128 * 1024)
 """Bytes of a message that may have rows enough for `TokenColumns`, and takes them no longer than that."""
 
+ENDED_AT_ONCE = 512
+"""Requests that are ended without a turn for others: some 2 ms, and ten times that in their callers."""
+
 ResultsListener = Callable[[str, Sequence[Any], Mapping[int, Any]], None]
 """Is called with the method and the arguments of a utility call, and its results by engine index."""
+
+FRAMES_WITHOUT_ARRAYS = 2
+"""Those of an ADD: its type and its payload. Others are arrays."""
+
+_ALIVE = EngineState.ALIVE  # an enumeration member costs as much to look up as three calls
 
 FROM_STRANGER = "a message from a connection that is not known to be an engine's"
 FOR_OTHER_ENGINE = "a message that names an engine which its connection does not belong to"
@@ -131,6 +144,14 @@ class ClientStatistics:
     """Messages and outputs that did not count, by the reason, such as `FROM_STRANGER`."""
     tasks_waiting_for_failure: int = 0
     """Tasks in `EngineCoreClient.wait_failed`."""
+
+
+def _unchanging(frame: Buffer) -> Buffer:
+    """A frame that its owner cannot change: an array is the caller's to change soon.
+
+    What is read-only is not copied: 200 MB would take that many milliseconds.
+    """
+    return frame if type(frame) is memoryview and frame.readonly else bytes(frame)
 
 
 class FrontendCore:
@@ -181,6 +202,7 @@ class FrontendCore:
         self._urgent: list[Engine] = []
         self._unsent: dict[Engine, None] = {}  # engines that may have messages which are not urgent
         self._coordination_sends: list[Sequence[Buffer]] = []
+        self._endings: deque[Iterator[None]] = deque()
         self._dropped: Counter[str] = Counter()
         self._stats_listeners: dict[object, StatsListener] = {}
         self._results_listeners: dict[object, ResultsListener] = {}
@@ -271,22 +293,25 @@ class FrontendCore:
         If the engine is idle the message is urgent. Raises as `EngineCoreClient.call`; then nothing
         was queued.
         """
-        self.raise_if_failed()
+        if self.failure is not None or not self._engines.alive:
+            self.raise_if_failed()
         request_id = request.request_id
         if self._engines.engine_with(request_id) is not None:
             raise DuplicateRequestIdError(request_id)
         request = fill_defaults(request, self._client_index, self._backend)
         if self._waves is not None:
             request = attrs.evolve(request, current_wave=self._waves.current_wave)
-        frames = validate_and_encode(request, self.facts.limits)
-        self.facts.check_adapter(request)
+        facts = self.facts
+        frames = validate_and_encode(request, facts.limits)
+        if request.lora_request is not None:
+            facts.check_adapter(request)
         engine = fixed = self._engine_for(request)
         if engine is None:
-            able = self.facts.able(request, self._engines.alive)
+            able = facts.able(request, self._engines.alive)
             engine = able[0] if len(able) == 1 else self._load_balancer.choose(able)
         else:
-            self.facts.able(request, [engine])
-        sink.answer_checks = answer_checks(request, self.facts.limits)
+            facts.able(request, [engine])
+        sink.answer_checks = answer_checks(request, facts.limits)
         self._queue_request(engine, sink, frames, request if fixed is None else None)
         self._note_submitted(engine, request, sink)
         if self._waves is not None:
@@ -348,9 +373,8 @@ class FrontendCore:
         if request_id in engine.aborts:
             engine.send_aborts()  # it would die of an id that it still has
         if engine.requests:
-            # Copied, for there may be views of arrays that are the caller's to change soon. What is
-            # read-only is not: to copy 200 MB takes as long as that many milliseconds.
-            frames = [f if type(f) is memoryview and f.readonly else bytes(f) for f in frames]
+            if len(frames) > FRAMES_WITHOUT_ARRAYS:
+                frames = [_unchanging(frame) for frame in frames]
             self._unsent[engine] = None
         else:
             self._urgent.append(engine)
@@ -360,8 +384,10 @@ class FrontendCore:
     def confirm(self, sink: Sink) -> None:
         """Raise, and forget a request just submitted, if no engine is left that could be sent it."""
         engine = self._engines.by_index[sink.engine_index]
+        if engine.state is _ALIVE:
+            return
         is_in_flight = engine.requests.get(sink.request_id) is sink
-        if engine.state is EngineState.ALIVE or not is_in_flight:
+        if not is_in_flight:
             return
         engine.remove(sink.request_id)
         engine.sessions.discard(sink.request_id)
@@ -369,25 +395,35 @@ class FrontendCore:
         self.raise_if_failed()
         raise InvalidDataParallelRankError(sink.request_id, engine.index, self.engine_indices)
 
-    def drop(self, sink: Sink) -> None:
-        """Forget a request and abort it, if it is still in flight; its sink hears nothing more."""
+    def drop(self, sink: Sink) -> bool:
+        """Forget a request and abort it, if it is still in flight; its sink hears nothing more.
+
+        Gives whether it was.
+        """
         engine = self._engines.by_index.get(sink.engine_index)
         # Another request may have got the id since.
-        if engine is not None and engine.requests.get(sink.request_id) is sink:
-            self._abort(engine, sink.request_id)
+        if engine is None or engine.requests.get(sink.request_id) is not sink:
+            return False
+        self._abort(engine, sink.request_id)
+        return True
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests with a last output of ours, since an engine answers no abort.
 
-        Ids that are not in flight are ignored.
+        Ids that are not in flight are ignored. Of very many, all but the first wait for `end_some`.
         """
+        sinks: list[Sink] = []
         for request_id in request_ids:
             if engine := self._engines.engine_with(request_id):
-                sink = self._abort(engine, request_id)
-                output = EngineCoreOutput(request_id, finish_reason=FinishReason.ABORT)
-                sink.add_output(output, 0.0, None)
+                sinks.append(engine.requests[request_id])
             elif engine := self._engines.engine_with_session(request_id):
                 self._abort_session(engine, request_id)
+        self._end(sinks, self._abort_sink)
+
+    def _abort_sink(self, engine: Engine, sink: Sink) -> None:
+        self._abort(engine, sink.request_id)
+        output = EngineCoreOutput(sink.request_id, finish_reason=FinishReason.ABORT)
+        sink.add_output(output, 0.0, None)
 
     def _abort_session(self, engine: Engine, request_id: str) -> None:
         """Let an engine forget a session that is between two chunks."""
@@ -399,6 +435,35 @@ class FrontendCore:
         """Abort every request in flight, and every session."""
         for engine in self._engines.by_index.values():
             self.abort([*engine.requests, *engine.sessions])
+
+    def _end(self, sinks: Sequence[Sink], end: Callable[[Engine, Sink], None]) -> None:
+        """End requests, or the first of them if they are many."""
+        rest = self._end_each(sinks, end)
+        for _ in rest:
+            self._endings.append(rest)
+            return
+
+    def _end_each(
+        self, sinks: Sequence[Sink], end: Callable[[Engine, Sink], None]
+    ) -> Iterator[None]:
+        """End those that are still in flight; yields whenever others should have a turn."""
+        for number, sink in enumerate(sinks):
+            if number and not number % ENDED_AT_ONCE:
+                yield
+            engine = self._engines.by_index[sink.engine_index]
+            if engine.requests.get(sink.request_id) is sink:
+                end(engine, sink)
+
+    @property
+    def has_endings(self) -> bool:
+        """Whether there are requests left for `end_some`."""
+        return bool(self._endings)
+
+    def end_some(self) -> None:
+        """End some of the requests that have to end, after which others should have a turn."""
+        for _ in self._endings[0]:
+            return
+        self._endings.popleft()
 
     def _abort(self, engine: Engine, request_id: str) -> Sink:
         """Forget a request, and tell its engine soon; what is held is sent along."""
@@ -412,6 +477,12 @@ class FrontendCore:
 
     def _fail_request(self, engine: Engine, request_id: str, error: EngineCoreError) -> None:
         self._abort(engine, request_id).fail(error)
+
+    def _fail_requests(self, engine: Engine, error: EngineCoreError) -> None:
+        def fail(engine: Engine, sink: Sink) -> None:
+            self._fail_request(engine, sink.request_id, error)
+
+        self._end(list(engine.requests.values()), fail)
 
     # Utility calls ------------------------------------------------------------------------------
 
@@ -552,7 +623,7 @@ class FrontendCore:
         if size > SMALL:
             return False
         try:
-            batch = decode_outputs_lazily(frames)
+            batch = self._find_logprobs(sender, frames) or decode_outputs_lazily(frames)
             if not isinstance(batch, UndecodedBatch) or batch.engine_index != sender:
                 return False
             if engine.state is not EngineState.DEAD:
@@ -588,7 +659,9 @@ class FrontendCore:
         """
         sender = self._connections.engine_of(connection)
         try:
-            message = yield from decode_outputs_in_pieces(frames)
+            is_proved = self._connections.is_proved(connection)
+            found = self._find_logprobs(sender, frames) if is_proved else None
+            message = found or (yield from decode_outputs_in_pieces(frames))
             if isinstance(message, EngineDead):
                 self._receive_sentinel(sender)
             elif (yield from self._claim(connection, message)):
@@ -649,7 +722,7 @@ class FrontendCore:
     def _receive_one_by_one(self, engine: Engine, rows: list[Any], batch: UndecodedBatch) -> None:
         """Hand over rows that are not taken by columns."""
         engine.columns.interrupt(batch.weight_version)
-        self._receive_rows(engine, rows, batch)
+        self._receive_some(engine, rows, batch)
         if len(rows) >= FEWEST_ROWS:
             engine.columns.admit(rows)
 
@@ -677,17 +750,69 @@ class FrontendCore:
                 continue
             self._receive_row(engine, row, batch)
 
+    def _find_logprobs(self, sender: int | None, frames: Frames) -> UndecodedBatch | None:
+        """Decode a message with rows like those with log probabilities before; None if it has none."""
+        engine = None if sender is None else self._engines.by_index[sender]
+        if engine is None or engine.logprobs_pattern is None:
+            return None
+        batch = find_logprob_rows(frames, engine.logprobs_pattern)
+        if batch is None:
+            engine.logprobs_pattern = None
+        return batch
+
+    def _receive_some(self, engine: Engine, rows: list[Any], batch: UndecodedBatch) -> None:
+        """Hand over some of a batch's rows."""
+        if batch.has_logprob_rows:
+            self._receive_logprob_rows(engine, rows, batch)
+        else:
+            self._receive_rows(engine, rows, batch)
+
+    def _receive_logprob_rows(self, engine: Engine, rows: list[Any], batch: UndecodedBatch) -> None:
+        """Hand over rows of which most are a `LogprobRow`."""
+        sinks, frames, timestamp = engine.requests, batch.frames, batch.timestamp
+        version = batch.weight_version
+        engine.has_moved = True
+        for row in rows:
+            if type(row) is not tuple:
+                self._receive_rows(engine, [row], batch)
+                continue
+            request_id, token_ids, logprobs = row
+            sink = sinks.get(request_id)
+            try:
+                if sink is None or not sink.add_raw_logprobs(
+                    token_ids, logprobs, frames, timestamp, version
+                ):
+                    self._receive_row(engine, unpacked_row(row), batch)
+            except DecodeError as error:
+                self._fail_request(engine, request_id, error)
+
     def _receive_logprobs(self, engine: Engine, row: Any, batch: UndecodedBatch) -> bool:
         """Hand over a row of one token with its log probabilities; False if it is another one."""
         logprobs = raw_logprobs_of(row)
         if logprobs is None or (request_id := row_request_id(row)) is None:
             return False
+        if not self._add_logprobs(engine, request_id, row[1], logprobs, batch):
+            return False
+        if (rest := rest_of(row)) is not None:
+            self._receive_row(engine, rest, batch)
+        elif engine.logprobs_pattern is None:
+            engine.logprobs_pattern = logprobs_pattern(row)
+        return True
+
+    def _add_logprobs(
+        self,
+        engine: Engine,
+        request_id: str,
+        token_ids: list[int],
+        logprobs: Any,
+        batch: UndecodedBatch,
+    ) -> bool:
         sink = engine.requests.get(request_id)
         if sink is None:
             return False
         try:
             return sink.add_raw_logprobs(
-                row[1], logprobs, batch.frames, batch.timestamp, batch.weight_version
+                token_ids, logprobs, batch.frames, batch.timestamp, batch.weight_version
             )
         except OverflowError:
             return False
@@ -859,8 +984,7 @@ class FrontendCore:
         engine.stats_message = None
         engine.sessions.clear()
         self.facts.lost_engine(engine.index)
-        for request_id in list(engine.requests):
-            self._fail_request(engine, request_id, error)
+        self._fail_requests(engine, error)
         self._utility_calls.fail_engine(engine.index, error)
         is_last = len(self._engines.dead) == len(self._engines.by_index)
         if is_last or self.info.data_parallel_size > 1:  # in lockstep, none goes on alone
@@ -872,8 +996,7 @@ class FrontendCore:
             return
         self.failure = error
         for engine in self._engines.by_index.values():
-            for request_id in list(engine.requests):
-                self._fail_request(engine, request_id, error)
+            self._fail_requests(engine, error)
             for request_id in list(engine.sessions):
                 self._abort_session(engine, request_id)
         self._utility_calls.fail_all(error)

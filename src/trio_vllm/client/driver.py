@@ -13,7 +13,7 @@ import trio
 
 from trio_vllm.client.core import ClientStatistics, FrontendCore
 from trio_vllm.client.engines import QueuedMessage
-from trio_vllm.client.large_arrays import with_own_arrays
+from trio_vllm.client.large_arrays import has_large_arrays, with_own_arrays
 from trio_vllm.client.learning import Learner
 from trio_vllm.client.streams import Sink
 from trio_vllm.client.utility_calls import UTILITY_TIMEOUT
@@ -72,10 +72,12 @@ class CoreDriver:
         self._slice_time = slice_time
         self._sender = Waker()
         self._timer = Waker()
+        self._ender = Waker()
         self._timer_end = 0.0
         self._failed = trio.Event()
         self._learning_tasks = trio.Lock()
-        self._turns = Turns(slice_time, perf_counter)
+        self.turns = Turns(slice_time, perf_counter)
+        """Shares out turns to submit requests; see `wait_turn`."""
         self._learner = Learner(self)
 
     @asynccontextmanager
@@ -87,6 +89,7 @@ class CoreDriver:
             self._send_queued,
             self._watch_connections,
             self._keep_deadlines,
+            self._end_requests,
         ]
         match self.channels.coordination:
             case LeaderChannels(subscriptions=subscriptions, notices=notices):
@@ -103,6 +106,9 @@ class CoreDriver:
                 yield
             finally:
                 self.close()
+                with trio.CancelScope(shield=True):
+                    await self._end_all()
+                self._send_all()
 
     # Requests -----------------------------------------------------------------------------------
 
@@ -114,7 +120,11 @@ class CoreDriver:
         Cancellation:
           Nothing has happened.
         """
-        await self._turns.wait()
+        await self.turns.wait()
+
+    def has_large_arrays(self, request: EngineCoreRequest) -> bool:
+        """Whether `own_arrays` has anything to copy."""
+        return has_large_arrays(request)
 
     async def own_arrays(  # noqa: ASYNC910
         self, requests: Sequence[EngineCoreRequest]
@@ -144,8 +154,8 @@ class CoreDriver:
 
     def drop(self, sink: Sink) -> None:
         """Forget a request and abort it, if it is still in flight; its sink hears nothing more."""
-        self.core.drop(sink)
-        self._follow_up()
+        if self.core.drop(sink):
+            self._follow_up()
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests: each gets a last output with `FinishReason.ABORT`, the engines are told."""
@@ -250,6 +260,8 @@ class CoreDriver:
             self._failed.set()
         if core.has_sends:
             self._sender.wake()
+        if core.has_endings:
+            self._ender.wake()
         if core.next_deadline < self._timer_end:
             self._timer.wake()
         for message in core.coordination_sends():
@@ -334,6 +346,20 @@ class CoreDriver:
                 await self._timer.wait()
             self.core.tick(trio.current_time())
             self._follow_up()
+
+    async def _end_requests(self) -> None:
+        """Task: end requests where more have to end than others can wait for."""
+        while True:
+            await self._end_all()
+            await self._ender.wait()
+
+    async def _end_all(self) -> None:
+        """End all that have to end, with turns for others in between."""
+        await trio.lowlevel.checkpoint()
+        while self.core.has_endings:
+            self.core.end_some()
+            self._follow_up()
+            await trio.lowlevel.checkpoint()
 
     async def _watch_connections(self) -> None:
         """Task: tell the core of broken connections."""

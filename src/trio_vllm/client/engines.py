@@ -20,6 +20,7 @@ from trio_vllm.protocol import (
     EngineCoreRequest,
     EngineId,
     KvEventsConfig,
+    LogprobsPattern,
     SchedulerStats,
     UndecodedBatch,
     encode_abort,
@@ -100,6 +101,8 @@ class Engine:
     silent_since: float | None = None
     """The time of the look that found its last sign of progress."""
     is_marked_stalled: bool = False
+    logprobs_pattern: LogprobsPattern | None = None
+    """Of rows with log probabilities that it has sent lately."""
     messages: list[QueuedMessage] = attrs.field(factory=list)
     """What it is to be sent, in this order."""
     aborts: dict[str, None] = attrs.field(factory=dict)

@@ -86,10 +86,11 @@ class EngineFacts:
 
     def lacks(self, request: EngineCoreRequest) -> bool:
         """Whether anything has to be learned before a request may be submitted."""
+        # Most requests name no token and no adapter, and pool nothing: a question each.
         return (
-            self.lacks_tasks(request)
-            or self.lacks_vocab_size(request)
-            or self.lacks_adapter(request)
+            (request.pooling_params is not None and self.lacks_tasks(request))
+            or (self.limits.vocab_size is None and self.lacks_vocab_size(request))
+            or (request.lora_request is not None and self.lacks_adapter(request))
         )
 
     def lacks_tasks(self, request: EngineCoreRequest) -> bool:
@@ -98,12 +99,10 @@ class EngineFacts:
 
     def lacks_vocab_size(self, request: EngineCoreRequest) -> bool:
         """Whether the size of the vocabulary matters for a request, and can be found out."""
-        if self.limits.vocab_size is not None:
+        if self.limits.vocab_size is not None or not needs_vocab_size(request):
             return False
         tasks = self.limits.supported_tasks
-        return (tasks is None or not GENERATION_TASKS.isdisjoint(tasks)) and needs_vocab_size(
-            request
-        )
+        return tasks is None or not GENERATION_TASKS.isdisjoint(tasks)
 
     def lacks_adapter(self, request: EngineCoreRequest) -> bool:
         """Whether a request names an adapter that is to be loaded first."""

@@ -30,14 +30,15 @@ async def with_own_arrays(requests: Sequence[EngineCoreRequest]) -> Sequence[Eng
     Cancellation:
       Waits for the copy, and nothing has happened.
     """
-    if not _is_any_large(requests[0]):
+    if not has_large_arrays(requests[0]):
         return requests  # noqa: ASYNC910
     # A limiter of its own: the default one may be used up by the application.
     changes = await trio.to_thread.run_sync(_copies, requests[0], limiter=trio.CapacityLimiter(1))
     return [attrs.evolve(request, **changes) for request in requests]
 
 
-def _is_any_large(request: EngineCoreRequest) -> bool:
+def has_large_arrays(request: EngineCoreRequest) -> bool:
+    """Whether a request has an array that is large and may change."""
     if request.mm_features is None and request.prompt_embeds is None:
         return False
     return _is_large(request.prompt_embeds) or any(map(_is_large, _values(request.mm_features)))

@@ -50,7 +50,8 @@ class Sink(Protocol):
     ) -> bool:
         """Take an output that is one token id and its log probabilities, if it can be taken so.
 
-        ``logprobs`` are as they were unpacked from ``frames`` (see `LogprobsCollector`). With False
+        ``logprobs`` are as they were unpacked from ``frames``, or bytes if they were not unpacked (see
+        `LogprobsCollector.add_raw` and `LogprobsCollector.add_packed`). With False
         the output comes again, decoded, by `add_output`. Raise as `add_tokens`.
         """
         ...

@@ -126,7 +126,8 @@ class Collector:
         self._pooled: Tensor | None = None
         self._events: list[EngineCoreEvent] = []
         self._prefill_stats: PrefillStats | None = None
-        self._cached_tokens = self._remotely_cached_tokens()
+        has_transfer = params is not None and params.extra_args is not None
+        self._cached_tokens = self._remotely_cached_tokens() if has_transfer else None
         self._last: EngineCoreOutput | None = None
         self._is_last_delivered = False
         self._delivered_count = 0
@@ -163,8 +164,8 @@ class Collector:
 
     @property
     def only_collects(self) -> bool:
-        """Whether nobody waits for anything but the end; see `ColumnSink`."""
-        return not self._interval
+        """Whether only tokens are to come, and nobody waits for them; see `ColumnSink`."""
+        return not self._interval and (self._params is None or self._params.logprobs is None)
 
     def token_place(self, version: str | None) -> TokenPlace | None:
         """Where tokens can be appended, once the first one was noted, and its weights."""
@@ -182,10 +183,14 @@ class Collector:
         timestamp: float,
         version: str | None,
     ) -> bool:
-        if not self._sample_logprobs().add_raw(logprobs, frames):
-            return False
-        self.add_tokens(token_ids, timestamp, version)
-        return True
+        collector = self._logprobs or self._sample_logprobs()
+        if type(logprobs) is bytes:
+            is_taken = collector.add_packed(logprobs)
+        else:
+            is_taken = collector.add_raw(logprobs, frames)
+        if is_taken:
+            self.add_tokens(token_ids, timestamp, version)
+        return is_taken
 
     def _sample_logprobs(self) -> LogprobsCollector:
         if self._logprobs is None:  # most requests want none

@@ -99,10 +99,14 @@ class Generation:
 
     async def wait_ended(self) -> None:
         """Wait for the ends of all completions."""
-        await self._wait_for_change()
-        while not self._has_ended():
-            self._raise_error()
+        if self._has_changed():
+            await trio.lowlevel.checkpoint()
+        else:
             await self._waker.wait()
+        for collector in self.collectors:
+            while not collector.finished:
+                self._raise_error()
+                await self._waker.wait()
 
     async def _wait_for_change(self) -> None:
         """Wait until there may be a delivery, an end or an error; a checkpoint if there is one."""
@@ -212,6 +216,7 @@ class Llm:
         if stream_interval < 1:
             raise ConfigurationError("stream_interval must be 1 or more")
         self.client = client
+        self._max_model_len = client.max_model_len
         self._stream_interval = stream_interval
         self._randomize = randomize_request_ids
         self._observers = observers
@@ -419,9 +424,9 @@ class Llm:
         Unknown and finished ids are ignored. Without ids, everything in flight is aborted. The
         callers that wait get the tokens so far, with `FinishReason.ABORT`.
         """
-        for external_id in as_request_ids(request_ids) or list(self._generations):
-            for generation in self._generations.get(external_id, ()):
-                self.client.abort([c.request_id for c in generation.collectors])
+        external_ids = as_request_ids(request_ids) or list(self._generations)
+        generations = [one for id_ in external_ids for one in self._generations.get(id_, ())]
+        self.client.abort([c.request_id for one in generations for c in one.collectors])
 
     async def shutdown(self) -> None:
         """Abort everything and close the client; idempotent. Later calls raise `ClientClosedError`."""
@@ -446,7 +451,7 @@ class Llm:
     ) -> list[EngineCoreRequest]:
         if isinstance(request, EncodeRequest):
             return [to_pooling_request(request, ids)]
-        return to_engine_requests(request, ids, self.client.max_model_len)
+        return to_engine_requests(request, ids, self._max_model_len)
 
     # What is sent is kept by the client for as long as it may have to send it again. The caller's
     # frame, which lives as long as the request, must not keep it.
@@ -454,19 +459,23 @@ class Llm:
         self, request: GenerateRequest | EncodeRequest, interval: int
     ) -> Generation:
         """Find out what the request depends on, and send the engine requests, all or none."""
-        await self.client.driver.wait_turn()
+        driver = self.client.driver
+        # What as a rule is no wait is asked for first: each coroutine costs more than the question.
+        if not driver.turns.may_go_on():
+            await driver.turns.wait_in_line()
         ids = self._make_ids(request)
         children: Sequence[EngineCoreRequest] = self._to_engine_requests(request, ids)
         # It is the same for all of them, and costs no task switch when there is nothing to find out.
-        if self.client.driver.lacks_facts(children[0]):
-            await self.client.driver.prepare(children[0])
-        children = await self.client.driver.own_arrays(children)
+        if driver.lacks_facts(children[0]):
+            await driver.prepare(children[0])
+        if driver.has_large_arrays(children[0]):
+            children = await driver.own_arrays(children)
         return self._start(ids, children, interval)
 
     def _start(
         self, ids: RequestIds, children: Sequence[EngineCoreRequest], interval: int
     ) -> Generation:
-        waker = Waker()
+        waker, submit = Waker(), self.client.driver.submit
         if self._observers:
             children = [self._with_trace_headers(child) for child in children]
         collectors = [
@@ -476,7 +485,7 @@ class Llm:
         self._generations.setdefault(ids.external_id, []).append(generation)
         try:
             for child, collector in zip(children, collectors, strict=True):
-                self.client.driver.submit(child, collector)
+                submit(child, collector)
                 generation.submitted_count += 1
         except BaseException as error:
             self._end(generation)
@@ -490,8 +499,9 @@ class Llm:
     def _end(self, generation: Generation) -> None:
         """Abort what has not ended."""
         submitted = generation.collectors[: generation.submitted_count]
+        drop = self.client.driver.drop
         for collector in submitted:
-            self.client.driver.drop(collector)
+            drop(collector)
         generations = self._generations[generation.external_id]
         generations.remove(generation)
         if not generations:

@@ -126,13 +126,10 @@ def to_engine_requests(
         room = max_model_len - len(request.prompt_token_ids)
         # For a prompt that leaves no room the client has a better error.
         params = attrs.evolve(params, max_tokens=max(room, 1))
-    parent = _to_engine_request(
-        request,
-        ids,
-        sampling_params=params,
-        reasoning_ended=request.reasoning_ended,
-        reasoning_parser_kwargs=request.reasoning_parser_kwargs,
-    )
+    parent = _to_engine_request(request, ids)
+    parent.sampling_params = params
+    parent.reasoning_ended = request.reasoning_ended
+    parent.reasoning_parser_kwargs = request.reasoning_parser_kwargs
     if params.n == 1:
         return [parent]
     return [
@@ -147,10 +144,13 @@ def to_engine_requests(
 
 def to_pooling_request(request: EncodeRequest, ids: RequestIds) -> EngineCoreRequest:
     """Make the engine request that pools a prompt."""
-    return _to_engine_request(request, ids, pooling_params=request.pooling_params)
+    pooling = _to_engine_request(request, ids)
+    pooling.pooling_params = request.pooling_params
+    return pooling
 
 
-def _to_engine_request(request: PromptRequest, ids: RequestIds, **fields: Any) -> EngineCoreRequest:
+def _to_engine_request(request: PromptRequest, ids: RequestIds) -> EngineCoreRequest:
+    """What both kinds of request have; the parameters are missing."""
     return EngineCoreRequest(
         request_id=ids.internal_id,
         external_req_id=ids.external_id,
@@ -164,7 +164,6 @@ def _to_engine_request(request: PromptRequest, ids: RequestIds, **fields: Any) -
         data_parallel_rank=request.data_parallel_rank,
         session_id=request.session_id,
         kv_hints=request.kv_hints,
-        **fields,
     )
 
 
@@ -174,7 +173,7 @@ def _check_completions(params: Any, external_id: str) -> None:
     if type(params.n) is not int or not 1 <= params.n <= MAX_COMPLETIONS:
         reason = f"must be an integer from 1 to {MAX_COMPLETIONS}, not {params.n!r}"
         raise InvalidFieldError(external_id, "sampling_params.n", reason)
-    last = _child_seed(params.seed, params.n - 1)
+    last = None if params.seed is None else _child_seed(params.seed, params.n - 1)
     if type(last) is int and last > MAX_SEED:
         reason = f"must leave room for {params.n} seeds below 2**63"
         raise InvalidFieldError(external_id, "sampling_params.seed", reason)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import struct
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
@@ -144,6 +145,18 @@ class BlockHasher:
         """The hash of a full block after the block with the hash ``parent``."""
         return self._hash((self._root if parent is None else parent, tuple(token_ids), extra_keys))
 
+    def extend(
+        self, hashes: list[bytes], token_ids: Sequence[int], block_size: int, scope: CacheScope
+    ) -> None:
+        """Append the hashes of the next full blocks, which have these tokens, to those before them."""
+        parent, extra_keys = hashes[-1] if hashes else None, None
+        start = len(hashes) * block_size
+        for at in range(0, len(token_ids), block_size):
+            if scope is not PLAIN:
+                extra_keys = scope.extra_keys(start + at, start + at + block_size)
+            parent = self.hash_block(parent, token_ids[at : at + block_size], extra_keys)
+            hashes.append(parent)
+
 
 class BlockKeys(BlockHasher):
     """Hashes blocks for a cache that tells nobody the hashes, in less time."""
@@ -156,7 +169,23 @@ class BlockKeys(BlockHasher):
         known = (parent or self._root) + ids.tobytes()
         if extra_keys is not None:
             known += repr(extra_keys).encode()
-        return hash(known).to_bytes(8, "big", signed=True)
+        return _pack_key(hash(known))
+
+    def extend(
+        self, hashes: list[bytes], token_ids: Sequence[int], block_size: int, scope: CacheScope
+    ) -> None:
+        """Append the keys of the next full blocks, which have these tokens, to those before them."""
+        if scope is not PLAIN or not isinstance(token_ids, array):
+            super().extend(hashes, token_ids, block_size, scope)
+            return
+        parent = hashes[-1] if hashes else self._root
+        data, width = token_ids.tobytes(), block_size * token_ids.itemsize
+        for at in range(0, len(data), width):
+            parent = _pack_key(hash(parent + data[at : at + width]))
+            hashes.append(parent)
+
+
+_pack_key = struct.Struct(">q").pack
 
 
 def event_hash(block_hash: bytes) -> int:

@@ -7,6 +7,7 @@ steps, so the group is sorted by when that is, and a step looks only at those wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
 
 from trio_vllm.mock.scheduled_request import ScheduledRequest
@@ -64,18 +65,14 @@ class DecodeGroup:
         """How many requests need another block for the next step."""
         return len(self._places[-self._clock % self._size])
 
-    def step(self) -> list[tuple[ScheduledRequest, int]]:
+    def step(self) -> tuple[Sequence[ScheduledRequest], Sequence[ScheduledRequest]]:
         """Compute a token of each.
 
         Returns:
-          The requests at the edge of a block, in their order: each with the tokens it has computed
-          after this step.
+          Those for which that is the first token of a block, and those for which it is the last one,
+          both in the order in which they run.
         """
-        starting, filling = -self._clock % self._size, (-self._clock - 1) % self._size
+        # They join in this order, and a dict keeps it.
+        starting = tuple(self._places[-self._clock % self._size])
         self._clock += 1
-        due = [*self._places[starting]]
-        if filling != starting:
-            due += self._places[filling]
-        due.sort(key=by_seat)
-        starts, clock = self._starts, self._clock
-        return [(request, starts[request] + clock) for request in due]
+        return starting, tuple(self._places[-self._clock % self._size])

@@ -269,6 +269,16 @@ _NO_END = NIL * (_EVENTS - _FINISH_REASON)  # finish and stop reason
 _NO_TRANSFERS = NIL * (_PREFILL_STATS - 1 - _EVENTS)
 _EVENT = b"\x82\xa4type%c\xa9timestamp\xcb"
 _EVENT_STARTS = {kind: _EVENT % kind for kind in EventType}
+_ENDS = {reason: bytes((reason,)) + NIL for reason in FinishReason}
+
+# A row of a request that has just been queued and scheduled, and one of a request that ends.
+_USUAL_EVENTS = [EventType.QUEUED, EventType.SCHEDULED]
+_FIRST_START = pack_array_header(_PREFILL_STATS + 1)
+_LAST_START = pack_array_header(_EVENTS)
+_BEFORE_QUEUED = _NO_EXTRAS + _NO_END + pack_array_header(2) + _EVENT_STARTS[EventType.QUEUED]
+_BEFORE_SCHEDULED = _EVENT_STARTS[EventType.SCHEDULED]
+_pack_usual_events = struct.Struct(f">{len(_BEFORE_QUEUED)}sd{len(_BEFORE_SCHEDULED)}sd").pack
+
 _PREFILL_FIELDS = tuple(field.name for field in attrs.fields(PrefillStats))
 _PREFILL = bytes((0x80 | len(_PREFILL_FIELDS),)) + b"".join(
     pack_str(name) + b"%b" for name in _PREFILL_FIELDS
@@ -277,9 +287,31 @@ _PREFILL = bytes((0x80 | len(_PREFILL_FIELDS),)) + b"".join(
 
 def row(id_and_tokens: bytes, request: Request, *, final: bool) -> bytes:
     """A row with the request's events, with its end, or with both, besides its tokens."""
+    events = request.events or []
+    if request.is_prefilled:
+        if final and not events:
+            return last_row(id_and_tokens, request.finish_reason, request.stop_reason)
+        return row_with(id_and_tokens, request, events, None, final=final)
     # A request that is not prefilled has events: it was queued.
-    prefill = None if request.is_prefilled else _computed_prompt(request.prompt_len)
-    return row_with(id_and_tokens, request, request.events or (), prefill, final=final)
+    if not final and [kind for kind, _ in events] == _USUAL_EVENTS:
+        (_, queued), (_, scheduled) = events
+        return b"".join(
+            (
+                _FIRST_START,
+                id_and_tokens,
+                _pack_usual_events(_BEFORE_QUEUED, queued, _BEFORE_SCHEDULED, scheduled),
+                _NO_TRANSFERS,
+                _computed_prompt(request.prompt_len),
+            )
+        )
+    return row_with(
+        id_and_tokens, request, events, _computed_prompt(request.prompt_len), final=final
+    )
+
+
+def last_row(id_and_tokens: bytes, reason: FinishReason, stop_reason: int | str | None) -> bytes:
+    """A row with nothing but tokens and the end."""
+    return b"".join((_LAST_START, id_and_tokens, _NO_EXTRAS, _pack_end(reason, stop_reason)))
 
 
 @lru_cache(maxsize=1024)
@@ -320,9 +352,8 @@ def row_with(
 
 def _pack_end(reason: FinishReason, stop_reason: int | str | None) -> bytes:
     if stop_reason is None:
-        packed = NIL
-    else:
-        packed = pack_str(stop_reason) if isinstance(stop_reason, str) else pack_u32(stop_reason)
+        return _ENDS[reason]
+    packed = pack_str(stop_reason) if isinstance(stop_reason, str) else pack_u32(stop_reason)
     return bytes((reason,)) + packed
 
 

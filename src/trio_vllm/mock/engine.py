@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 
 from trio_vllm.errors import DecodeError
 from trio_vllm.limits import MAX_ENGINES
-from trio_vllm.mock.answer_file import FileAnswers, read_answer_file, tokenized
 from trio_vllm.mock.answers import Answers, EchoAnswers, PromptAnswers, RandomAnswers
 from trio_vllm.mock.config import OUTPUTS, MockEngineConfig
 from trio_vllm.mock.connector import Connector, Fetched
@@ -36,12 +36,12 @@ from trio_vllm.mock.encoding import (
 from trio_vllm.mock.events import EventLog, Summary
 from trio_vllm.mock.kv_events import KvCacheEvent
 from trio_vllm.mock.request import Refusal, Request, RequestFactory
-from trio_vllm.mock.simulated import SimulatedScheduler, simulated_scheduler
 from trio_vllm.mock.spread import Spread
 from trio_vllm.mock.unlimited import Counts, UnlimitedScheduler
-from trio_vllm.mock.utilities import EngineControl, RequestAction
+from trio_vllm.mock.utilities import EngineControl, Outcome, RequestAction
 from trio_vllm.protocol import (
     AbortRequests,
+    AddDecoder,
     DpControlOutput,
     EngineCoreOutput,
     EngineCoreReadyResponse,
@@ -57,9 +57,11 @@ from trio_vllm.protocol import (
     UtilityCallOutput,
     UtilityOutput,
     UtilityRequest,
-    decode_engine_message,
     encode_outputs,
 )
+
+if TYPE_CHECKING:
+    from trio_vllm.mock.simulated import SimulatedScheduler
 
 
 def ready_response(
@@ -119,6 +121,12 @@ def _answers_of(
         return drawn
     if config.output == "echo":
         return EchoAnswers(drawn)
+    from trio_vllm.mock.answer_file import (  # noqa: PLC0415
+        FileAnswers,
+        read_answer_file,
+        tokenized,
+    )
+
     lines = read_answer_file(config.output)
     return FileAnswers(lines if encode is None else tokenized(lines, encode), drawn)
 
@@ -275,6 +283,12 @@ class Session:
     """Chunks to come, and the ADD that ends the session, if that has come."""
 
 
+ABORTS_AT_ONCE = 64
+"""Requests aborted without a turn for others: less than 1 ms, with long contexts in a schedule some 10."""
+
+Chore: TypeAlias = Generator[list[Outgoing], None, list[Outgoing]]
+"""Work in slices, each of which gives what to send, as does the end."""
+
 PAUSED = Refusal("the engine is paused", "engine_paused", retryable=True)
 DUPLICATE = Refusal("a request with this id is in flight")
 
@@ -311,17 +325,12 @@ class MockEngine:
         self._client_count = client_count
         self._has_coordinator = has_coordinator
         source = TokenSource(config.vocab_size)
-        self._connector = connector = Connector.of(config, engine_index)
+        self._connector = Connector.of(config, engine_index)
         answers = answers_of(config, engine_index)
-        self._factory = RequestFactory(config, source, answers, connector)
-        self._scheduler: UnlimitedScheduler | SimulatedScheduler = (
-            simulated_scheduler(config, source, fast_path=fast_path, connector=connector)
-            if config.is_scheduled
-            else UnlimitedScheduler(
-                config, source, client_count, fast_path=fast_path, connector=connector
-            )
-        )
+        self._factory = RequestFactory(config, source, answers, self._connector)
+        self._scheduler = self._make_scheduler(source, fast_path=fast_path)
         self._control = EngineControl(config)
+        self._decoder = AddDecoder()
         self._deaths = self._make_deaths() if config.die_like_an_engine else None
         self._template = MessageTemplate(engine_index, self._control.weight_version)
         self._replies = Replies(engine_index)
@@ -333,17 +342,37 @@ class MockEngine:
         self._load = LoadReporter()
         self._wave = Wave(engine_index) if config.lockstep and has_coordinator else None
         self._held: frozenset[int] = frozenset()
+        self._chores: deque[Chore] = deque()
+        """What takes longer than others can wait, and goes on in the place of steps."""
         self._has_work = False  # it may turn out that nothing is to be done
         self._is_steady = False  # until a message comes, steps make tokens and nothing else
         self._is_shutting_down = False
         self._stepped_at = -math.inf
+
+    def _make_scheduler(
+        self, source: TokenSource, *, fast_path: bool
+    ) -> UnlimitedScheduler | SimulatedScheduler:
+        if not self.config.is_scheduled:
+            return UnlimitedScheduler(
+                self.config,
+                source,
+                self._client_count,
+                fast_path=fast_path,
+                connector=self._connector,
+            )
+        # A twentieth of the time in which an engine without a schedule starts.
+        from trio_vllm.mock.simulated import simulated_scheduler  # noqa: PLC0415
+
+        return simulated_scheduler(
+            self.config, source, fast_path=fast_path, connector=self._connector
+        )
 
     # Messages -----------------------------------------------------------------------------------
 
     def handle(self, frames: Frames, now: float) -> list[Outgoing]:
         """Take one message from an input socket; give what to send at once, often nothing."""
         try:
-            message = decode_engine_message(frames)
+            message = self._decoder.decode(frames)
         except DecodeError as error:
             return self.refuse_undecodable(frames, error, now)
         return self.take(message, now)
@@ -470,7 +499,7 @@ class MockEngine:
         if drain:
             return []
         self._scheduler.release_all()
-        return self._abort_all(now)
+        return self._begin_chore(self._abort_all(now))
 
     # Requests coming ----------------------------------------------------------------------------
 
@@ -484,12 +513,12 @@ class MockEngine:
                 self._replies.ended(wire.client_index, [wire.request_id], FinishReason.ABORT, now)
             ]
         replies: list[Outgoing] = []
-        is_queued = self._scheduler.get(wire.request_id) is not None  # behind an earlier chunk
+        # A chunk that is queued behind an earlier one will be hashed when its turn comes.
+        is_new = bool(hashes) and self._scheduler.get(wire.request_id) is None
         if not self._take_in(wire, now, replies):
             return replies
-        request = self._scheduler.get(wire.request_id)
-        if hashes and not is_queued and request is not None and request.scheduled is not None:
-            request.scheduled.table.hashes = hashes
+        if is_new and hashes:
+            self._note_hashes(wire.request_id, hashes)
         if wire.lora_request is not None:
             self._control.use_adapter(wire.lora_request)
         if self._wave is not None:
@@ -498,6 +527,11 @@ class MockEngine:
             if wave is not None:
                 replies.append(self._replies.wave(now, start_wave=wave))
         return replies
+
+    def _note_hashes(self, request_id: str, hashes: list[bytes]) -> None:
+        request = self._scheduler.get(request_id)
+        if request is not None and request.scheduled is not None:
+            request.scheduled.table.hashes = hashes
 
     def _take_in(self, wire: EngineCoreRequest, now: float, replies: list[Outgoing]) -> bool:
         """Start, queue or refuse a request; whether it was taken."""
@@ -609,32 +643,46 @@ class MockEngine:
 
     def _abort(self, request_ids: Iterable[str], now: float) -> list[Outgoing]:
         """Drop these requests without an answer; unknown ids do not matter."""
-        replies: list[Outgoing] = []
-        for request_id in request_ids:
-            request = self._scheduler.get(request_id)
-            if request is not None:
-                self._scheduler.remove(request)
-                replies += self._ended(request, FinishReason.ABORT, now)
-                self._finish_silently(request.client_index, request_id)
-            elif (session := self._sessions.pop(request_id, None)) is not None:
+        found = {request_id: self._scheduler.get(request_id) for request_id in request_ids}
+        requests = [request for request in found.values() if request is not None]
+        self._drop(requests)
+        for request in requests:
+            self._finish_silently(request.client_index, request.request_id)
+        for request_id in found:
+            if (session := self._sessions.pop(request_id, None)) is not None:
                 self._finish_silently(session.client_index, request_id)
-        return replies
+        return []
 
-    def _abort_all(self, now: float) -> list[Outgoing]:
-        """Drop all requests and sessions, and tell their clients."""
-        aborted: dict[int, list[str]] = {}
-        replies: list[Outgoing] = []
-        for request in self._scheduler.unfinished():
-            self._scheduler.remove(request)
-            replies += self._ended(request, FinishReason.ABORT, now)
-            aborted.setdefault(request.client_index, []).append(request.request_id)
-        for request_id, session in self._sessions.items():
-            aborted.setdefault(session.client_index, []).append(request_id)
-        self._sessions.clear()
-        for client_index, request_ids in aborted.items():
-            reply = self._replies.ended(client_index, request_ids, FinishReason.ABORT, now)
-            replies.append(reply)
-        return replies
+    def _drop(self, requests: Sequence[Request]) -> None:
+        """Forget unfinished requests, and their sessions."""
+        self._scheduler.remove(requests)
+        for request in requests:
+            self._account_for(request, FinishReason.ABORT)
+
+    def _abort_all(self, now: float) -> Chore:
+        """Drop the requests and sessions that there are now, and tell their clients, some at a time."""
+        requests, sessions = self._scheduler.unfinished(), self._sessions.copy()
+        aborted: defaultdict[int, list[str]] = defaultdict(list)
+        for start in range(0, len(requests), ABORTS_AT_ONCE):
+            if start:
+                yield self._tell_aborted(aborted, now)
+                aborted.clear()
+            some = requests[start : start + ABORTS_AT_ONCE]
+            some = [one for one in some if self._scheduler.get(one.request_id) is one]
+            self._drop(some)
+            for request in some:
+                aborted[request.client_index].append(request.request_id)
+        for request_id, session in sessions.items():
+            if self._sessions.get(request_id) is session:
+                del self._sessions[request_id]
+                aborted[session.client_index].append(request_id)
+        return self._tell_aborted(aborted, now)
+
+    def _tell_aborted(self, aborted: Mapping[int, list[str]], now: float) -> list[Outgoing]:
+        return [
+            self._replies.ended(client_index, request_ids, FinishReason.ABORT, now)
+            for client_index, request_ids in aborted.items()
+        ]
 
     def _finish_silently(self, client_index: int, request_id: str) -> None:
         if self._has_coordinator:
@@ -651,24 +699,45 @@ class MockEngine:
             return [self._replies.utility(request.client_index, output, now)]
         holds_blocks = self._scheduler.holds_blocks
         outcome = self._control.call(request, self.counts, holds_blocks=holds_blocks)
-        replies: list[Outgoing] = []
         self._scheduler.paused = self._control.pause.scheduler
+        replies = self._begin_chore(self._carry_out(outcome, request.client_index, now))
+        if self._template.weight_version != self._control.weight_version:
+            self._template = MessageTemplate(self.engine_index, self._control.weight_version)
+            self._scheduler.forget_messages()
+        return replies
+
+    def _carry_out(self, outcome: Outcome, client_index: int, now: float) -> Chore:
+        """Do what a call does to requests, and then answer it, if that is due."""
+        replies: list[Outgoing] = []
         match outcome.action:
             case RequestAction.ABORT_ALL:
-                replies += self._abort_all(now)
+                replies += yield from self._abort_all(now)
             case RequestAction.ABORT_ALL_AND_RESET:
-                replies += self._abort_all(now)
+                replies += yield from self._abort_all(now)
                 self._scheduler.reset_cache(now)
             case RequestAction.PREEMPT_ALL:
                 self._scheduler.preempt_all(now)
             case RequestAction.RESET_CACHE:
                 self._scheduler.reset_cache(now)
         if outcome.output is not None:
-            replies.append(self._replies.utility(request.client_index, outcome.output, now))
-        if self._template.weight_version != self._control.weight_version:
-            self._template = MessageTemplate(self.engine_index, self._control.weight_version)
-            self._scheduler.forget_messages()
+            replies.append(self._replies.utility(client_index, outcome.output, now))
         return replies
+
+    # What takes long ----------------------------------------------------------------------------
+
+    def _begin_chore(self, chore: Chore) -> list[Outgoing]:
+        """Do something, unless another thing is under way or it takes long; steps do the rest."""
+        self._chores.append(chore)
+        return self._go_on() if len(self._chores) == 1 else []
+
+    def _go_on(self) -> list[Outgoing]:
+        """Do a slice of what is under way."""
+        try:
+            return next(self._chores[0])
+        except StopIteration as end:
+            self._chores.popleft()
+            messages: list[Outgoing] = end.value
+            return messages
 
     # Steps --------------------------------------------------------------------------------------
 
@@ -710,6 +779,8 @@ class MockEngine:
 
     def next_step_time(self, now: float) -> float | None:
         """When the next step is due, which may be before ``now``; None until a message comes."""
+        if self._chores and not self.is_dead:
+            return now
         return self._scheduler.due(now) if self._has_work and not self.is_dead else None
 
     def hold_clients(self, held: frozenset[int], now: float) -> None:
@@ -722,7 +793,9 @@ class MockEngine:
         self._scheduler.hold(held)
 
     def step(self, now: float) -> list[Outgoing]:
-        """Make a step, if there is something to step; give what to send."""
+        """Make a step, or go on with what takes long; give what to send."""
+        if self._chores:
+            return self._go_on()
         self.step_count += 1
         self._stepped_at = now
         if self._is_steady:

@@ -180,11 +180,6 @@ class RowBlock:
         data = messages.tobytes()
         return [data[at : at + length] for at in range(0, len(data), length)]
 
-    def row(self, slot: int) -> bytes:
-        """One row as it is to be sent."""
-        row: bytes = self._rows[slot].tobytes()
-        return row
-
     def tokens(self, slot: int, count: int) -> list[int]:
         """The first tokens that stand in one row."""
         tokens: list[int] = self._tokens[slot : slot + 1].reshape(-1)[:count].tolist()
@@ -219,21 +214,30 @@ class RowBlock:
         self.members += members
         self.count = stop
         self._changed()
-        data, length = self._rows[start:stop].tobytes(), self._row_length
+        return self._cut(self._rows[start:stop])
+
+    def _cut(self, rows: np.ndarray[Any, Any]) -> list[bytes]:
+        data, length = rows.tobytes(), self._row_length
         return [data[at : at + length] for at in range(0, len(data), length)]
 
-    def remove(self, member: Member) -> None:
-        """Take out a row; the last one moves to its place."""
-        last = self.count - 1
-        slot = member.slot
-        moved = self.members.pop()
-        if slot != last:
+    def remove(self, members: Sequence[Member]) -> list[bytes]:
+        """Take out rows, and give them; the last ones move to their places."""
+        gone = [member.slot for member in members]
+        rows = self._cut(self._rows[gone])
+        count = self.count - len(gone)
+        places = [slot for slot in gone if slot < count]
+        if places:
+            behind = {*gone}
+            slots = [slot for slot in range(count, self.count) if slot not in behind]
             for array in (self._rows, self._keys, self._firsts, self._ahead):
-                array[slot] = array[last]
-            self.members[slot] = moved
-            moved.slot = slot
-        self.count = last
+                array[places] = array[slots]
+            for place, slot in zip(places, slots, strict=True):
+                moved = self.members[place] = self.members[slot]
+                moved.slot = place
+        del self.members[count:]
+        self.count = count
         self._changed()
+        return rows
 
     def _changed(self) -> None:
         self._is_stable = False
@@ -338,22 +342,39 @@ class ClientBatch:
         return finished
 
     def _finish(self, builder: MessageBuilder) -> list[Request]:
-        finishing = list(self.finishing.pop(self.step_count, {}).values())
-        for member in finishing:
-            request = member.request
-            count = request.end - request.emitted
-            count -= (self.step_count - member.joined_step) * self._chunk_size
-            id_and_tokens = member.block.row(member.slot)[1:]
-            last = request.last_token
-            if count < self._chunk_size or last is not None:
-                tokens = member.block.tokens(member.slot, count)
-                tokens[-1] = tokens[-1] if last is None else last
-                id_and_tokens = id_and_tokens[: -len(self._blank_tokens)] + self._cells.pack(tokens)
-            member.block.remove(member)
-            del self._members[request.request_id]
-            self._add_last_row(id_and_tokens, request, builder)
-            self.tokens_made += count
-        return [member.request for member in finishing]
+        by_block: dict[RowBlock, list[Member]] = {}
+        for member in self.finishing.pop(self.step_count, {}).values():
+            by_block.setdefault(member.block, []).append(member)
+        finished: list[Request] = []
+        for block, members in by_block.items():
+            partial = {m.slot: self._last_tokens(m) for m in members if self._is_partial(m)}
+            slots = [member.slot for member in members]
+            for slot, member, blank in zip(slots, members, block.remove(members), strict=True):
+                id_and_tokens, request = blank[1:], member.request
+                if slot in partial:
+                    id_and_tokens = id_and_tokens[: -len(self._blank_tokens)] + partial[slot]
+                self.tokens_made += self._left(member)
+                del self._members[request.request_id]
+                self._add_last_row(id_and_tokens, request, builder)
+                finished.append(request)
+        return finished
+
+    def _left(self, member: Member) -> int:
+        """How many tokens a request has yet to get, those of this step included."""
+        steps = self.step_count - member.joined_step
+        return member.request.end - member.request.emitted - steps * self._chunk_size
+
+    def _is_partial(self, member: Member) -> bool:
+        """Whether the last tokens of a request are not those of its row."""
+        return member.request.last_token is not None or self._left(member) < self._chunk_size
+
+    def _last_tokens(self, member: Member) -> bytes:
+        tokens, last = (
+            member.block.tokens(member.slot, self._left(member)),
+            member.request.last_token,
+        )
+        tokens[-1] = tokens[-1] if last is None else last
+        return self._cells.pack(tokens)
 
     def _add_last_row(
         self, id_and_tokens: bytes, request: Request, builder: MessageBuilder
@@ -412,7 +433,7 @@ class ClientBatch:
         del ending[request_id]
         if not ending:
             del self.finishing[member.final_step]
-        member.block.remove(member)
+        member.block.remove([member])
         self._tidy()
 
     def _tidy(self) -> None:

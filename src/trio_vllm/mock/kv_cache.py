@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, MutableSequence, Sequence
+from itertools import islice
 
 import attrs
 
@@ -33,6 +34,9 @@ from trio_vllm.protocol import PrefixCacheStats
 
 BLOCKS_AT_ONCE = 64
 """Blocks that are hashed without a turn for others: some 0.3 ms."""
+
+_HASHED_AHEAD = 8
+"""Blocks of an output that are hashed together, as far as they are drawn."""
 
 
 class FreeBlocks:
@@ -61,6 +65,16 @@ class FreeBlocks:
             return next(self._unused)
         return self._cached.popitem(last=False)[0]
 
+    def pop_many(self, count: int) -> list[int]:
+        """Take so many blocks, in the order in which they are to be used; there must be enough."""
+        if self._without_contents or 0 < self._unused_count < count:
+            return [self.pop() for _ in range(count)]
+        if self._unused_count:
+            self._unused_count -= count
+            return [*islice(self._unused, count)]
+        popitem = self._cached.popitem
+        return [popitem(last=False)[0] for _ in range(count)]
+
     def remove(self, block: int) -> None:
         """Take a block that was found by its hash."""
         del self._cached[block]
@@ -82,6 +96,8 @@ class CachedBlocks:
         self._others: dict[bytes, list[int]] = {}  # apart, since there are few
         self.find: Callable[[bytes], int | None] = self._first.get
         """A block with these contents."""
+        self.setdefault: Callable[[bytes, int], int] = self._first.setdefault
+        """Make a block known if there is none with these contents; the first one that has them."""
 
     def add(self, block_hash: bytes, block: int) -> None:
         """Make a block known."""
@@ -162,7 +178,7 @@ class KvCache:
         self._cached = CachedBlocks()
         self._references = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
-        self._enable_events = enable_events
+        self.enable_events = enable_events
         self._int_event_hashes = int_event_hashes
         self._events: list[KvCacheEvent] = []
         self._statistics = PrefixCacheStats()
@@ -232,6 +248,34 @@ class KvCache:
         self._references[block] = 1
         table.blocks.append(block)
 
+    def add_block_to_each(self, tables: Sequence[BlockTable]) -> None:
+        """Give each of these tables another block, one after the other; there must be enough."""
+        references, hashes = self._references, self._hashes
+        blocks = self._free.pop_many(len(tables))
+        for table, block in zip(tables, blocks, strict=True):
+            references[block] = 1
+            table.blocks.append(block)
+        for block in blocks:
+            if hashes[block] is not None:
+                self._evict(block)
+
+    def cache_block_of_each(self, tables: Iterable[BlockTable]) -> None:
+        """Make the first block of each of these tables known that is not known yet; it must be full."""
+        if not self.enable_prefix_caching:
+            return
+        hashes, setdefault = self._hashes, self._cached.setdefault
+        for table in tables:
+            known = table.num_cached
+            if known == len(table.hashes):
+                self._hash_ahead(table)
+            block, block_hash = table.blocks[known], table.hashes[known]
+            hashes[block] = block_hash
+            if setdefault(block_hash, block) != block:
+                self._cached.add(block_hash, block)
+            table.num_cached = known + 1
+            if self.enable_events:
+                self._events.append(self._stored_event(table, known, known + 1))
+
     def cache_full_blocks(self, table: BlockTable, num_tokens: int) -> None:
         """Make blocks known that are full once so many tokens are computed."""
         full = num_tokens // self.block_size
@@ -245,7 +289,7 @@ class KvCache:
             self._hashes[block] = block_hash
             self._cached.add(block_hash, block)
         table.num_cached = full
-        if self._enable_events:
+        if self.enable_events:
             self._events.append(self._stored_event(table, known, full))
 
     def free(self, table: BlockTable) -> None:
@@ -269,7 +313,7 @@ class KvCache:
         self._cached = CachedBlocks()
         self._hashes = [None] * len(self._hashes)
         self._statistics.reset = True
-        if self._enable_events:
+        if self.enable_events:
             self._events.append(AllBlocksCleared())
         return True
 
@@ -299,23 +343,24 @@ class KvCache:
         self._compute_hashes(table, full)
         return table.hashes
 
+    def _hash_ahead(self, table: BlockTable) -> None:
+        """Compute the hash of the next full block, and of some after it whose tokens are known."""
+        full = min(len(table.token_ids) // self.block_size, len(table.hashes) + _HASHED_AHEAD)
+        self._compute_hashes(table, full)
+
     def _compute_hashes(self, table: BlockTable, count: int) -> None:
         """Compute the hashes of the first full blocks of a request, each once."""
-        hashes, size, extra_keys = table.hashes, self.block_size, None
-        for start in range(len(hashes) * size, count * size, size):
-            token_ids = table.token_ids[start : start + size]
-            if table.scope is not PLAIN:
-                extra_keys = table.scope.extra_keys(start, start + size)
-            parent = hashes[-1] if hashes else None
-            hashes.append(self._hasher.hash_block(parent, token_ids, extra_keys))
+        hashes, size = table.hashes, self.block_size
+        self._hasher.extend(
+            hashes, table.token_ids[len(hashes) * size : count * size], size, table.scope
+        )
 
     def _evict(self, block: int) -> None:
         """Forget the contents of a cached block."""
-        block_hash = self._hashes[block]
+        block_hash, self._hashes[block] = self._hashes[block], None
         assert block_hash is not None
-        self._hashes[block] = None
         self._cached.remove(block_hash, block)
-        if self._enable_events:
+        if self.enable_events:
             self._events.append(BlockRemoved(self._event_hash(block_hash)))
 
     def _event_hash(self, block_hash: bytes) -> int | bytes:

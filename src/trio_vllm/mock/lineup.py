@@ -84,7 +84,7 @@ class Lineup:
             return
         known = len(self._scheduled)
         if scheduled[:known] != self._scheduled:
-            self._clear()
+            self.clear()
             known = 0
         self._append([members[one] for one in scheduled[known:]])
         self._scheduled = scheduled.copy()
@@ -92,7 +92,7 @@ class Lineup:
     def remove(self, members: Sequence[Member]) -> None:
         """Take out the rows of members, where they have one."""
         if len(members) > _MANY:
-            self._clear()
+            self.clear()
             return
         for member in members:
             place = self._everybody.remove(member)
@@ -100,7 +100,8 @@ class Lineup:
                 del self._scheduled[place]
                 self._remove_row(member)
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Take out all rows."""
         for share in self.shares.values():
             self._rows.take_apart(share.layout)
         for member in self._everybody.members:

@@ -8,7 +8,15 @@ from typing import ClassVar
 
 import attrs
 
-from trio_vllm.mock.answers import MAX_TOKEN, Answer, Answers, Ending, GivenTokens, RequestTokens
+from trio_vllm.mock.answers import (
+    MAX_TOKEN,
+    Answer,
+    Answers,
+    Ending,
+    GivenTokens,
+    RandomAnswers,
+    RequestTokens,
+)
 from trio_vllm.mock.block_hashes import PLAIN, CacheScope, MultiModalSpan
 from trio_vllm.mock.config import MockEngineConfig
 from trio_vllm.mock.connector import Connector, KvTransfer, transfer_params
@@ -112,6 +120,19 @@ class Request:
 
 NO_TOKENS: frozenset[int] = frozenset()
 
+_UNUSUAL = (
+    "logprobs",
+    "prompt_logprobs",
+    "prompt_logprob_token_ids",
+    "logprob_token_ids",
+    "structured_outputs",
+    "extra_args",
+    "repetition_detection",
+)
+"""Parameters of which the mock makes more than the number of tokens, if they are set."""
+_KINDS = 64
+"""So many different parameters are remembered."""
+
 KEEPING = frozenset({FinishReason.LENGTH, FinishReason.STOP})
 """Ends after which the blocks of a prompt are kept for another engine."""
 
@@ -152,8 +173,55 @@ class RequestFactory:
         init=False,
     )
 
+    _usual: dict[EngineCoreSamplingParams, int | None] = attrs.field(factory=dict, init=False)
+    """By parameters that requests share: how many tokens they get, if they get nothing else."""
+
     def make(self, wire: EngineCoreRequest, emitted: int) -> Request | Refusal:
-        """Make a request; its first token will be that of position ``emitted``.
+        """Make a request; its first token will be that of position ``emitted``."""
+        return self._make_usual(wire, emitted) or self.make_any(wire, emitted)
+
+    def _make_usual(self, wire: EngineCoreRequest, emitted: int) -> Request | None:
+        """Make a request that wants nothing but so many tokens; None of any other.
+
+        What `make_any` would make of the parameters is found out once for all requests that share them.
+        """
+        params, prompt = wire.sampling_params, wire.prompt_token_ids
+        if params is None or prompt is None or wire.lora_request or wire.trace_headers:
+            return None
+        if params not in self._usual:
+            self._learn(params)
+        limit, room = self._usual[params], self._config.max_model_len - len(prompt)
+        if limit is None or room < 1 or not prompt or wire.pooling_params is not None:
+            return None
+        answer = self._answers.answer(wire, emitted)
+        if answer.ending is not None:
+            return None
+        return Request(
+            request_id=wire.request_id,
+            client_index=wire.client_index,
+            key=answer.key,
+            prompt_len=len(prompt),
+            end=emitted + min(limit, room),
+            emitted=emitted,
+        )
+
+    def _learn(self, params: EngineCoreSamplingParams) -> None:
+        """Note up to how many tokens requests with these parameters get, if that is all."""
+        if len(self._usual) >= _KINDS:
+            self._usual.clear()
+        is_usual = (
+            self._generates
+            and isinstance(self._answers, RandomAnswers)
+            and not self._is_scheduled
+            and self._connector is None
+            and not (params.stop_token_ids or params.min_tokens or params.trace_decode_token_ids)
+            and (params.eos_token_id is None or not self._config.stop_at_eos)
+            and all(getattr(params, name) is None for name in _UNUSUAL)
+        )
+        self._usual[params] = params.max_tokens if is_usual else None
+
+    def make_any(self, wire: EngineCoreRequest, emitted: int) -> Request | Refusal:
+        """Make a request whatever it asks for, usual ones too.
 
         Where a real engine would die (no prompt, or one too long) this gives a refusal, in that
         engine's words if it has any.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 
 import attrs
@@ -24,7 +24,7 @@ import trio
 from trio_vllm.concurrency import Waker
 from trio_vllm.errors import DecodeError, EngineDeadError
 from trio_vllm.mock.encoding import COORDINATOR, Outgoing
-from trio_vllm.mock.engine import MockEngine
+from trio_vllm.mock.engine import ABORTS_AT_ONCE, MockEngine
 from trio_vllm.protocol import (
     ENGINE_CORE_DEAD,
     AbortRequests,
@@ -33,6 +33,7 @@ from trio_vllm.protocol import (
     Frames,
     decode_coordinator_broadcast,
     decode_engine_message_in_pieces,
+    is_short_add,
 )
 from trio_vllm.transport import FrameReceiver, FrameSender, FrontendChannels, Received
 
@@ -44,10 +45,6 @@ STEPS = 32
 
 INPUT_LIMIT = 256
 """Messages received at a time."""
-
-
-ABORTS_AT_ONCE = 256
-"""Requests aborted without a turn for others: some 2 ms."""
 
 
 @attrs.frozen(kw_only=True)
@@ -149,7 +146,7 @@ class EngineRunner:
     async def _pump(
         self,
         receiver: FrameReceiver,
-        handle: Callable[[Frames], Iterator[None]],
+        handle: Callable[[Frames], Iterable[None]],
         sender: ClientSender,
     ) -> None:
         while True:  # noqa: ASYNC913 (receiving is a checkpoint)
@@ -174,20 +171,33 @@ class EngineRunner:
                 await sender.room.wait()
 
     def _handle_all(
-        self, batch: Sequence[Received], handle: Callable[[Frames], Iterator[None]]
+        self, batch: Sequence[Received], handle: Callable[[Frames], Iterable[None]]
     ) -> Iterator[None]:
         """Handle messages; yields after each, and within those that take long."""
         for frames, _ in batch:
             yield from handle(frames)
             yield
 
-    def _handle_message(self, frames: Frames) -> Iterator[None]:
+    def _handle_message(self, frames: Frames) -> Iterable[None]:
+        """Handle a message: most of them at once, the others as the iterable goes on."""
+        if self._takes_long(frames):
+            return self._handle_in_slices(frames)
+        self._answer(self.engine.handle(frames, self._clock()))
+        return ()
+
+    def _takes_long(self, frames: Frames) -> bool:
+        return self.engine.config.is_scheduled or not is_short_add(frames)
+
+    def _handle_in_slices(self, frames: Frames) -> Iterator[None]:
         try:
             message = yield from decode_engine_message_in_pieces(frames)
         except DecodeError as error:
             messages = self.engine.refuse_undecodable(frames, error, self._clock())
         else:
             messages = yield from self._take(message)
+        self._answer(messages)
+
+    def _answer(self, messages: Sequence[Outgoing]) -> None:
         if messages:
             self.post(messages)
         if self.engine.death is not None:

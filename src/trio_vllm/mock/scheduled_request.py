@@ -31,7 +31,7 @@ class ScheduledRequest:
     so that ``num_computed_tokens`` catches up with ``num_tokens``. When it has, the step samples
     the next token.
 
-    While a `DecodeGroup` has the request, the group counts for it.
+    While a `DecodeGroup` or a `TimedGroup` has the request, the group counts for it.
     """
 
     request_id: str
@@ -77,6 +77,15 @@ class ScheduledRequest:
         The last chunk of a prompt may also be one token long; its row has events to tell.
         """
         return self.num_computed_tokens + 1 == self.num_tokens and not self.events
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether it is scheduled for one token, and that is all there is to tell.
+
+        That of a prompt comes with its statistics, and after a preemption there are events.
+        """
+        is_scheduled = self.num_computed_tokens == self.num_tokens > self.num_prompt_tokens
+        return is_scheduled and not self.events
 
     def record(self, event: EventType, now: float) -> None:
         """Note what happened, for the next row."""

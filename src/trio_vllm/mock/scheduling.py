@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
@@ -47,6 +47,9 @@ from trio_vllm.protocol import (
     SchedulerStats,
     SpecDecodingStats,
 )
+
+PREEMPTED_AT_ONCE = 128
+"""Requests preempted without a turn for others, if all are: 1 ms, with long contexts some 10."""
 
 
 @attrs.frozen(kw_only=True)
@@ -108,6 +111,21 @@ class Sampled:
     num_delivered: int
     """Tokens in the row: fewer if the request ended at one of the drafts."""
 
+
+@attrs.frozen
+class Besides:
+    """Running requests that compute one token each."""
+
+    num_requests: int = 0
+    context_length: int = 0
+    """Tokens that are computed of them after the step."""
+    starting: Sequence[ScheduledRequest] = ()
+    """Those whose token is the first of a block."""
+    filling: Sequence[ScheduledRequest] = ()
+    """Those whose token is the last of a block."""
+
+
+NOTHING_BESIDES = Besides()
 
 ONE_TOKEN = Sampled(0, 1)
 NOTHING_BUT_ONE_TOKEN: Mapping[ScheduledRequest, Sampled] = MappingProxyType({})
@@ -330,8 +348,13 @@ class Scheduler:
         return PriorityQueue() if self._config.scheduling_policy == "priority" else FcfsQueue()
 
     @property
+    def running(self) -> list[ScheduledRequest]:
+        """The requests that were admitted, in this order; not to be changed."""
+        return self._running
+
+    @property
     def num_running(self) -> int:
-        """Requests that were admitted."""
+        """How many requests were admitted."""
         return len(self._running)
 
     @property
@@ -442,17 +465,35 @@ class Scheduler:
           Whether it was done.
         """
         if reset_running_requests:
-            self._group.dissolve()
-            while self._running:
-                self._preempt(self._running.pop(), now)
+            for _ in self.preempt_all(now):
+                pass
         return self._cache.reset_prefix_cache()
 
-    def schedule(self, now: float, among: Collection[ScheduledRequest] | None = None) -> Step:
+    def preempt_all(self, now: float) -> Iterator[None]:
+        """Put the running requests back into the queue; yields whenever others should have a turn.
+
+        They may be aborted, and others added, in between.
+        """
+        self._group.dissolve()
+        while self._running:
+            for _ in range(min(PREEMPTED_AT_ONCE, len(self._running))):
+                self._preempt(self._running.pop(), now)
+            if self._running:
+                yield
+
+    def schedule(
+        self,
+        now: float,
+        among: Collection[ScheduledRequest] | None = None,
+        besides: Besides = NOTHING_BESIDES,
+    ) -> Step:
         """Begin a step: decide who computes what, allocate blocks, preempt and admit.
 
         Args:
           now: The time.
           among: The running requests that have something to compute, if the caller knows.
+          besides: Those that the caller counts for; all of ``among`` must decode then, and there must be a
+            token and a block for each, see `has_room`.
         """
         step = self._new_step(now)
         if self._remote is not None:
@@ -462,6 +503,8 @@ class Scheduler:
         else:
             self._group.dissolve()
             running = self._running.copy() if among is None else sorted(among, key=by_seat)
+            if besides.num_requests:
+                self._schedule_besides(besides, running, step)
             self._schedule_running(running, step)
         if not step.preempted and self.paused != "all":
             self._schedule_waiting(step)
@@ -469,6 +512,39 @@ class Scheduler:
         self._farewell = False
         self._is_stalled = not (self._running or step.num_tokens)
         return step
+
+    def has_room(self, blocks_each: int = 1) -> bool:
+        """Whether each running request could get a token and so many blocks in the next step."""
+        count = len(self._running)
+        budget = 0 if self.paused == "all" else self._config.token_budget
+        return count <= budget and count * blocks_each <= self._cache.free_count
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether each step gives one token to each running request, until one ends or blocks are short.
+
+        What comes from outside may change that.
+        """
+        count, most = len(self._running), self._config.token_budget
+        has_room = count < min(most, self._config.max_running)
+        return (
+            0 < count == len(self._group) <= most
+            and self.paused != "all"
+            and self._remote is None
+            and not (has_room and self.num_waiting)
+        )
+
+    def decode(self) -> bool:
+        """Make a step that is steady, and in which no request ends, unless blocks are short for it.
+
+        It is what `schedule` and `update` do with such a step; whether it was made.
+        """
+        if self._group.blocks_needed > self._cache.free_count:
+            return False
+        self._pass_edges(*self._group.step())
+        self._steps += 1
+        self._farewell = False
+        return True
 
     def update(
         self,
@@ -538,21 +614,46 @@ class Scheduler:
             and self._group.blocks_needed <= self._cache.free_count
         )
 
+    def _schedule_besides(
+        self, besides: Besides, others: Sequence[ScheduledRequest], step: Step
+    ) -> None:
+        """Schedule those that the caller counts for, and give the others their blocks in the same order."""
+        size = self._cache.block_size
+        starting, filling = [*besides.starting], [*besides.filling]
+        starting += [one for one in others if not one.num_computed_tokens % size]
+        filling += [one for one in others if not (one.num_computed_tokens + 1) % size]
+        starting.sort(key=by_seat)
+        filling.sort(key=by_seat)
+        self._pass_edges(starting, filling)
+        step.budget -= besides.num_requests
+        step.details.num_generation_requests += besides.num_requests
+        step.details.num_generation_tokens += besides.num_requests
+        step.context_length += besides.context_length
+
     def _schedule_group(self, step: Step) -> None:
         """Schedule the running requests, all of which decode."""
-        cache, block_size = self._cache, self._cache.block_size
-        for request, num_computed_tokens in self._group.step():
-            # A block begins with one token, and so it may also be full of it.
-            tokens_in_block = num_computed_tokens % block_size
-            if tokens_in_block == 1 % block_size:
-                cache.add_block(request.table)
-            if not tokens_in_block:
-                cache.cache_full_blocks(request.table, num_computed_tokens)
+        self._pass_edges(*self._group.step())
         count = len(self._running)
         step.rows = self._running.copy()
         step.budget -= count
         step.details.num_generation_requests = step.details.num_generation_tokens = count
         step.context_length = self._group.num_computed_tokens
+
+    def _pass_edges(
+        self, starting: Sequence[ScheduledRequest], filling: Sequence[ScheduledRequest]
+    ) -> None:
+        """Give blocks to requests whose token begins one, and cache those of requests whose token fills one."""
+        if not self._cache.enable_events:
+            self._cache.add_block_to_each([request.table for request in starting])
+            self._cache.cache_block_of_each([request.table for request in filling])
+            return
+        # The order of events is that of the requests.
+        is_starting, is_filling = set(starting), set(filling)
+        for request in sorted(is_starting | is_filling, key=by_seat):
+            if request in is_starting:
+                self._cache.add_block(request.table)
+            if request in is_filling:
+                self._cache.cache_block_of_each([request.table])
 
     def _schedule_running(self, requests: list[ScheduledRequest], step: Step) -> None:
         """Schedule running requests one by one; some of them may be preempted for others."""

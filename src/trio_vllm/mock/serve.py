@@ -311,7 +311,8 @@ class _Service:
             session.death = engine.death
             if session.lost_address is not None:
                 # Whoever counts wants each request to end, and these have nobody to tell.
-                engine.shut_down(self._limits.runner.clock(), drain=False)
+                with trio.CancelScope(shield=True):
+                    await _abort_requests(engine, self._limits.runner.clock)
             self._states.leave(engine)
             log_entries(engine_index, engine.events.pop_entries())
 
@@ -424,6 +425,15 @@ async def serve_in_memory(  # noqa: ASYNC910 (serving is a checkpoint)
         meeting.leave(engine_index)
     finally:
         lockstep.runners.discard(runner)
+
+
+async def _abort_requests(engine: MockEngine, clock: Callable[[], float]) -> None:
+    """Abort what an engine has, with turns for others if that is much."""
+    engine.shut_down(clock(), drain=False)
+    await trio.lowlevel.checkpoint()
+    while engine.has_unfinished:
+        engine.step(clock())
+        await trio.lowlevel.checkpoint()
 
 
 def _failure_of(engine_index: int, error: Exception) -> Exception:

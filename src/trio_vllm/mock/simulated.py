@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
+
+import numpy as np
 
 from trio_vllm.mock.block_hashes import DEFAULT_SEED, BlockHasher, BlockKeys
 from trio_vllm.mock.config import MockEngineConfig
 from trio_vllm.mock.connector import Connector
 from trio_vllm.mock.content import TokenSource
 from trio_vllm.mock.encoding import (
+    NIL,
     MessageBuilder,
     MessageTemplate,
     Outgoing,
     SchedulerStatsEncoder,
+    pack_double,
     pack_prefill_stats,
     row_with,
 )
@@ -39,8 +43,9 @@ from trio_vllm.mock.scheduling import (
     Step,
 )
 from trio_vllm.mock.spread import Acceptance
+from trio_vllm.mock.timed_group import TimedGroup, Times
 from trio_vllm.mock.times import RequestTimes, StepTimes
-from trio_vllm.mock.token_rows import TokenRows
+from trio_vllm.mock.token_rows import MOST_STEPS, Indices, TokenRows
 from trio_vllm.mock.unlimited import MAX_LAG, Counts, Paused
 from trio_vllm.protocol import EngineCoreRequest, EventType, PrefillStats, SchedulerStats
 
@@ -71,6 +76,10 @@ def _kv_cache(config: MockEngineConfig) -> KvCache:
     )
 
 
+TOKENS_AT_ONCE = 2048
+"""Of all the steps that are made together, which takes some 0.3 ms."""
+
+
 class SimulatedScheduler:
     """The unfinished requests of one engine, and its steps.
 
@@ -99,6 +108,13 @@ class SimulatedScheduler:
         )
         self._request_times = RequestTimes.of(config)
         self._times = StepTimes.of(config)
+        # Rows as objects, times, and what names a step in its statistics are for the other steps.
+        self._can_be_steady = (
+            fast_path
+            and self._times.is_zero
+            and not (self._is_by_request or config.lockstep)
+            and not config.enable_logging_iteration_details
+        )
         self._in_hand: Step | None = None
         self._due = 0.0
         self._begun = -math.inf  # when the engine last had work again
@@ -106,6 +122,7 @@ class SimulatedScheduler:
         self._sampled: dict[ScheduledRequest, Sampled] = {}
         self._lost = 0.0
         self._resets_at_end = False  # what resets the cache waits for the end of the step
+        self._resetting: Iterator[None] | None = None  # or goes on in the place of steps
         self._rows = TokenRows(config.vocab_size, source)
         self._maker = RowMaker(config, source)
         # In a slot a request gets one token a step.
@@ -146,6 +163,8 @@ class SimulatedScheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step is in hand, or can begin."""
+        if self._resetting is not None:
+            return True
         return (self._in_hand is not None or self._scheduler.has_work) and not self._is_stalled
 
     @property
@@ -155,7 +174,17 @@ class SimulatedScheduler:
             member.request.client_index in self._held for member in self._members.values()
         )
 
-    is_steady = False
+    @property
+    def is_steady(self) -> bool:
+        """Whether the next steps make tokens and nothing else, at once."""
+        return (
+            self._can_be_steady
+            and self._in_hand is None
+            and not self._plain_count
+            and self._scheduler.is_steady
+            and not self._is_stalled
+        )
+
     _is_by_request = False
 
     # Requests -----------------------------------------------------------------------------------
@@ -194,10 +223,10 @@ class SimulatedScheduler:
             scheduled.transfer_time = self._request_times.of_transfer(request.key)
         self._scheduler.add(scheduled, now)
 
-    def remove(self, request: Request) -> None:
-        """Forget an unfinished request; what it has ``emitted`` is up to date then."""
-        self._scheduler.abort([request.request_id])
-        self._forget([self._members[request.request_id]])
+    def remove(self, requests: Sequence[Request]) -> None:
+        """Forget unfinished requests; what they have ``emitted`` is up to date then."""
+        self._scheduler.abort([request.request_id for request in requests])
+        self._forget([self._members[request.request_id] for request in requests])
         self._is_exact = False
 
     def _forget(self, members: Sequence[Member]) -> None:
@@ -231,15 +260,26 @@ class SimulatedScheduler:
         """Let all running requests wait again, and forget the prefix cache."""
         self._scheduler.wake()
         self._is_exact = False
+        self._resets_at_end = True
         if self._in_hand is None:
-            self._scheduler.reset_prefix_cache(now, reset_running_requests=True)
-        else:
-            self._resets_at_end = True
+            self._reset(now)
 
-    def _reset_when_ended(self, now: float) -> None:
+    def _reset(self, now: float) -> None:
+        """Do what `preempt_all` wants, or begin with it if it takes long."""
         if self._resets_at_end:
             self._resets_at_end = False
-            self._scheduler.reset_prefix_cache(now, reset_running_requests=True)
+            self._resetting = self._scheduler.preempt_all(now)
+            self._is_resetting(now)
+
+    def _is_resetting(self, now: float) -> bool:
+        """Go on with it for a slice; whether there is more."""
+        if self._resetting is None:
+            return False
+        for _ in self._resetting:
+            return True
+        self._resetting = None
+        self._scheduler.reset_prefix_cache(now)
+        return False
 
     def reset_cache(self, now: float) -> None:
         """Forget the prefix cache, if no request runs."""
@@ -252,12 +292,54 @@ class SimulatedScheduler:
     # Steps --------------------------------------------------------------------------------------
 
     def steady_step(self, template: MessageTemplate, now: float) -> list[Outgoing] | None:
-        """No step is made without the scheduler."""
+        """Make the next step if it is steady; its messages, or None if it is not."""
+        made = self.steady_steps(template, now, 1)
+        return None if made is None else made[1]
 
     def steady_steps(
         self, template: MessageTemplate, now: float, limit: int
     ) -> tuple[int, list[Outgoing]] | None:
-        """No step is made without the scheduler."""
+        """Make the next steady steps, ``limit`` at most: how many, and their messages.
+
+        None if there are none: a request ends, or there are too few blocks.
+        """
+        scheduler, rows = self._scheduler, self._rows
+        self._lineup.follow(scheduler.running, self._by_scheduled)
+        shares = sorted(self._lineup.shares.items())
+        limit = min(limit, 1 + TOKENS_AT_ONCE // scheduler.num_running, MOST_STEPS)
+        for _, share in shares:
+            limit = rows.prepare(share.layout, limit)
+        stats = self._decode(limit)
+        if not stats:
+            return None
+        count = len(stats)
+        self.tokens_made += count * scheduler.num_running
+        end = b"".join((b"\xcb", pack_double(now), template.end()))
+        messages: list[Outgoing] = []
+        for client_index, share in shares:
+            head = template.start(len(share.layout))
+            messages += [
+                (client_index, [b"".join((head, made, encoded, end))])
+                for made, encoded in zip(
+                    rows.advance_often(share.layout, count), stats, strict=True
+                )
+            ]
+            stats = [NIL] * count  # once is enough
+        return count, messages
+
+    def _decode(self, limit: int) -> list[bytes]:
+        """Make steady steps of the scheduler; the encoded statistics of each."""
+        encoded: list[bytes] = []
+        stats = self._scheduler.make_stats()
+        usage = None
+        while len(encoded) < limit and self._scheduler.decode():
+            stats.kv_cache_usage = self._cache.usage
+            changed = stats.kv_cache_usage != usage
+            encoded.append(self._encoder.encode(stats) if changed else encoded[-1])
+            usage = stats.kv_cache_usage
+            if events := self._cache.take_events():
+                self._kv_events.append(events)
+        return encoded
 
     def begin(self, now: float) -> None:
         """There may be work again: a message came, or a client is not late any more."""
@@ -265,18 +347,22 @@ class SimulatedScheduler:
 
     def due(self, now: float) -> float:
         """When the step in hand ends, or the next one begins."""
+        if self._resetting is not None:
+            return now
         return self._scheduler.due(now) if self._in_hand is None else self._due
 
     def step(self, now: float, builder_for: Callable[[int], MessageBuilder]) -> list[Request]:
         """End the step in hand and begin the next; which requests have finished."""
         finished: list[Request] = []
+        if self._is_resetting(now):
+            return finished
         step, begin = self._in_hand, now
         if step is not None:
             if now < self._due or self._is_stalled or not self._is_sampled(step):
                 return finished
             begin = self._keep_pace(self._due, now)
             finished = self._end(step, builder_for)
-        if self.has_work:
+        if self.has_work and self._resetting is None:
             following = self._scheduler.schedule(now)
             duration = self._times.duration(following)
             self._in_hand, self._due = following, begin + duration
@@ -345,7 +431,7 @@ class SimulatedScheduler:
         self._make_stats(step)
         if finished:
             self._forget(finished)
-        self._reset_when_ended(step.now)
+        self._reset(step.now)
         return [member.request for member in finished]
 
     def _write(
@@ -490,11 +576,17 @@ class TimedRequests(SimulatedScheduler):
         or paused meanwhile: its times begin anew."""
         self._is_eager = False  # there may be something to schedule before a row is due
         self._looked_at = 0.0
+        self._has_chunks = False  # a running request is in the middle of its prompt
+        self._group = TimedGroup(self._cache.block_size, self._rows)
+        # Which adapters a step may use depends on the requests that it schedules.
+        self._has_group = self._fast_path and not config.max_loras
 
     @property
     def has_work(self) -> bool:
         """Whether a row is withheld, or something can be scheduled."""
-        has_rows = bool(self._dues) or self._in_hand is not None
+        if self._resetting is not None:
+            return True
+        has_rows = bool(self._dues or self._group) or self._in_hand is not None
         return (has_rows or self._scheduler.has_work) and not self._is_stalled
 
     def begin(self, now: float) -> None:
@@ -507,19 +599,21 @@ class TimedRequests(SimulatedScheduler):
         super().add(request, now)
         self._is_eager = True
 
-    def remove(self, request: Request) -> None:
-        """Forget an unfinished request: there may be room for another."""
-        super().remove(request)
+    def remove(self, requests: Sequence[Request]) -> None:
+        """Forget unfinished requests: there may be room for others."""
+        for request in requests:
+            self._group.leave(self._members[request.request_id])
+        super().remove(requests)
         self._is_eager = True
 
     def due(self, now: float) -> float:
         """When the next row is due, or a transfer of blocks is over."""
-        if self._is_eager or self._in_hand is not None:
+        if self._is_eager or self._in_hand is not None or self._resetting is not None:
             return now
-        if not self._dues:
+        if not (self._dues or self._group):
             return self._scheduler.due(now)
         pause = max(GRANULARITY, GRANULARITY_PER_REQUEST * self._scheduler.num_running)
-        first = min(self._first_due, self._scheduler.next_timer)
+        first = min(self._first_due, self._group.first_due, self._scheduler.next_timer)
         return max(first, self._looked_at + pause)
 
     @property
@@ -536,21 +630,44 @@ class TimedRequests(SimulatedScheduler):
         if not self.has_work:
             self._is_eager = False
             return finished
+        if self._is_resetting(now):
+            return finished
+        if not self._scheduler.has_room() or self._has_chunks:
+            self._withhold(self._group.dissolve())
         step = self._in_hand = self._in_hand or self._step_of_due(now)
+        if step is not None and not self._is_sampled(step):
+            return finished
+        in_group = self._group.due(now)
+        if len(in_group):
+            step = step or Step(now, 0, 0.0)
+            self._write_group(in_group, builder_for)
         if step is not None:
-            if not self._is_sampled(step):
-                return finished
             finished = self._end(step, builder_for)
+            self._lineup.clear()  # the group has no use for layouts
             running = RequestStatus.RUNNING
             self._unscheduled.update(one for one in step.rows if one.status is running)
         self._is_eager, self._looked_at = False, now
-        if self._scheduler.has_work:
-            self._schedule(now, keep_stats=step is not None)
+        if self._scheduler.has_work and self._resetting is None:
+            self._schedule(now, in_group, keep_stats=step is not None)
         self._last.clear()
         return finished
 
+    def _withhold(self, leaving: Iterable[tuple[Member, float]]) -> None:
+        """Keep the rows of members that leave the group, until they are due."""
+        for member, due in leaving:
+            request = member.scheduled
+            self._dues[request] = due
+            heappush(self._order, (due, request.seat, request))
+
+    def _write_group(self, slots: Indices, builder_for: Callable[[int], MessageBuilder]) -> None:
+        """Write the rows of the group that are due."""
+        for client_index, share in self._group.by_client(slots):
+            builder_for(client_index).add(self._rows.write(share), len(share))
+        self.tokens_made += len(slots)
+
     def _step_of_due(self, now: float) -> Step | None:
-        """A step with just the rows that are due, if any are."""
+        """A step with just the rows that are due, if any are, but for those of the group."""
+        self._withhold(self._group.leave_at_end(now))
         due: list[ScheduledRequest] = []
         while (time := self._first_due) <= now:
             request = heappop(self._order)[2]
@@ -563,20 +680,38 @@ class TimedRequests(SimulatedScheduler):
         step.rows = step.individual_rows = sorted(due, key=lambda request: request.seat)
         return step
 
-    def _schedule(self, now: float, *, keep_stats: bool) -> None:
-        step = self._scheduler.schedule(now, among=self._unscheduled)
+    def _schedule(self, now: float, in_group: Indices, *, keep_stats: bool) -> None:
+        besides = self._group.next_tokens(in_group)
+        step = self._scheduler.schedule(now, self._unscheduled, besides)
+        if len(in_group):
+            self._group.advance(in_group, self._next_dues(in_group, now))
         self._unscheduled.difference_update(step.scheduled)
         for request in step.preempted:
             self._dues.pop(request, None)
             self._unscheduled.discard(request)
+        takes_in = self._has_group and self._scheduler.has_room(2)  # not to be dissolved at once
         for request in step.rows:
-            self._dues[request] = due = self._due_time(request, now)
-            heappush(self._order, (due, request.seat, request))
+            due, member = self._due_time(request, now), self._by_scheduled[request]
+            if takes_in and member.slot is not None and request.only_decodes:
+                self._group.join(member, due)
+            else:
+                self._withhold([(member, due)])
         chunks = [request for request in step.scheduled if request.is_prefill_chunk]
         self._unscheduled.update(chunks)
-        self._is_eager = bool(chunks)
+        self._is_eager = self._has_chunks = bool(chunks)
         if not keep_stats:
             self._make_stats(step)
+
+    def _next_dues(self, slots: Indices, now: float) -> Times:
+        """When the next tokens of the group are due, after those that are due now."""
+        due = np.maximum(self._group.dues(slots), self._begun)
+        kept = np.maximum(due, now - MAX_LAG)
+        self._lost += float((kept - due).sum())
+        times, running = self._request_times, self._scheduler.num_running
+        if times.between.deviation:
+            positions = self._group.positions(slots)
+            return kept + [times.to_next_token(*position, running) for position in positions]
+        return kept + times.to_next_token(0, 0, running)
 
     def _due_time(self, request: ScheduledRequest, now: float) -> float:
         member, running = self._by_scheduled[request], self._scheduler.num_running
@@ -593,6 +728,7 @@ class TimedRequests(SimulatedScheduler):
         )
 
     def _forget_one(self, member: Member) -> None:
+        self._group.leave(member)
         super()._forget_one(member)
         self._dues.pop(member.scheduled, None)
         self._last.pop(member.scheduled, None)
@@ -600,6 +736,7 @@ class TimedRequests(SimulatedScheduler):
 
     def preempt_all(self, now: float) -> None:
         """Let all running requests wait again, and forget the prefix cache."""
+        self._withhold(self._group.dissolve())
         super().preempt_all(now)
         self._dues.clear()
         self._unscheduled.clear()

@@ -29,6 +29,13 @@ class StepTimes:
             config.step_time_per_context_token * scale,
         )
 
+    @property
+    def is_zero(self) -> bool:
+        """Whether steps take no time."""
+        return not (
+            self.base or self.per_request or self.per_prefill_token or self.per_context_token
+        )
+
     def duration(self, step: Step) -> float:
         """How long a step takes; no time if it computes nothing."""
         if not step.num_tokens:

@@ -20,6 +20,8 @@ from trio_vllm.mock.request import Request
 _WIDTH = 128
 """Tokens drawn ahead for a request."""
 _FIRST_CAPACITY = 64
+MOST_STEPS = _WIDTH // 2
+"""That can be prepared at once."""
 MAX_ROW_LENGTH = 4096
 """Longer rows, that is very long request ids, are made as objects."""
 
@@ -46,6 +48,8 @@ class Layout:
         self.countdowns = columns[3:]
         self.cells: Indices | None = None
         """Where the bytes of each token are."""
+        self.copies: npt.NDArray[np.uint8] | None = None
+        """The rows many times, for steps that are made together."""
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -70,6 +74,7 @@ class TokenRows:
         self._ids: list[array[int] | None] = []
         """By slot, where tokens go once they are drawn."""
         self._heads: list[bytes] = []
+        self._lengths: Indices = np.zeros(0, np.intp)
         self._free: list[int] = []
         self._allocate(0)
 
@@ -90,6 +95,9 @@ class TokenRows:
         new = (self._ahead, self._places, self._keys, self._nexts, self._left)
         for arrays, values in zip(new, old, strict=True):
             arrays[:count] = values
+        lengths = self._lengths
+        self._lengths = np.zeros(capacity, np.intp)
+        self._lengths[:count] = lengths
         self._heads += [b""] * (capacity - count)
         self._ids += [None] * (capacity - count)
         self._free += range(capacity - 1, count - 1, -1)
@@ -105,7 +113,8 @@ class TokenRows:
         if not self._free:
             self._grow()
         slot = self._free.pop()
-        self._heads[slot] = b"".join((b"\x92", pack_str(request.request_id), self._blank))
+        head = b"".join((b"\x92", pack_str(request.request_id), self._blank))
+        self._heads[slot], self._lengths[slot] = head, len(head)
         self._ids[slot] = ids
         self._places[slot] = (slot + 1) * _WIDTH
         self._keys[slot], self._nexts[slot] = request.key, request.emitted
@@ -120,6 +129,29 @@ class TokenRows:
         self._ids[slot] = None
         self._last_tokens.pop(slot, None)
         return int(self._left[slot])
+
+    # Without a layout ---------------------------------------------------------------------------
+
+    def left(self, slots: Indices) -> Indices:
+        """How many tokens the requests in these slots will still get."""
+        return self._left[slots]
+
+    def write(self, slots: Indices) -> memoryview:
+        """The next rows of these slots, which are in no layout; none may be the last."""
+        ahead = (slots + 1) * _WIDTH - self._places[slots]
+        if not ahead.all():
+            (low,) = (ahead <= _WIDTH // 2).nonzero()
+            refilled = slots[low]
+            self._draw(refilled, self._left[refilled], ahead[low])
+            self._places[refilled] = refilled * _WIDTH
+        heads = self._heads
+        buffer = bytearray().join([heads[slot] for slot in slots.tolist()])
+        cells = self._lengths[slots].cumsum()[:, None] + self._before_end
+        tokens = self._all_ahead[self._places[slots]]
+        np.frombuffer(buffer, np.uint8)[cells] = tokens.view(np.uint8).reshape(cells.shape)
+        self._places[slots] += 1
+        self._left[slots] -= 1
+        return memoryview(buffer)
 
     # Layouts ------------------------------------------------------------------------------------
 
@@ -169,18 +201,47 @@ class TokenRows:
         last: list[int] = (layout.left == 0).nonzero()[0].tolist()
         return last
 
+    def prepare(self, layout: Layout, limit: int) -> int:
+        """Draw the tokens of several steps, ``limit`` at most, before one in which a row ends; of how many."""
+        count = min(limit, int(layout.left.min()) - 1)
+        if int(layout.ahead.min()) < count:
+            self._draw_for_low(layout)
+        return count
+
+    def advance_often(self, layout: Layout, count: int) -> list[memoryview]:
+        """Write the tokens of several steps, no more than were prepared.
+
+        Returns:
+          The rows after each step, valid until the next call.
+        """
+        if layout.copies is None or len(layout.copies) < count:
+            layout.copies = np.tile(np.frombuffer(layout.buffer, np.uint8), (count, 1))
+        if layout.cells is None:
+            layout.cells = layout.ends[:, None] + self._before_end
+        rows, cells = layout.copies[:count], layout.cells.reshape(-1)
+        tokens = self._all_ahead[layout.places + np.arange(count)[:, None]]
+        for row, data in zip(rows, tokens.view(np.uint8).reshape(count, -1), strict=True):
+            row[cells] = data
+        layout.places += count
+        layout.countdowns -= count
+        layout.quiet_steps = 0  # not looked up
+        return [row.data for row in rows]
+
     def _look_ahead(self, layout: Layout) -> None:
         """Draw tokens if a row has none, and see how long no row will need any."""
         nearest = int(layout.countdowns.min())
         if not nearest:
-            # For those with few as well, so that it is seldom done.
-            (low,) = (layout.ahead <= _WIDTH // 2).nonzero()
-            slots = layout.slots[low]
-            self._draw(slots, layout.left[low], layout.ahead[low])
-            layout.places[low] = slots * _WIDTH
-            layout.ahead[low] = _WIDTH
+            self._draw_for_low(layout)
             nearest = int(layout.countdowns.min())
         layout.quiet_steps = nearest
+
+    def _draw_for_low(self, layout: Layout) -> None:
+        """Draw tokens for the rows that have none or few, so that it is seldom done."""
+        (low,) = (layout.ahead <= _WIDTH // 2).nonzero()
+        slots = layout.slots[low]
+        self._draw(slots, layout.left[low], layout.ahead[low])
+        layout.places[low] = slots * _WIDTH
+        layout.ahead[low] = _WIDTH
 
     def _draw(self, slots: Indices, left: Indices, ahead: Indices) -> None:
         drawn = np.empty((len(slots), _WIDTH), self._cells.dtype)

@@ -8,6 +8,7 @@ and raise `DecodeError`; ``encode_*`` give the frames and raise `CodecError`, or
 Sources: vLLM 0.33.0, ``vllm/v1`` and ``rust/src/engine-core-client``; 0.32.0 is read as well.
 """
 
+from trio_vllm.protocol.add_decoder import AddDecoder as AddDecoder
 from trio_vllm.protocol.arrays import Array as Array
 from trio_vllm.protocol.arrays import Tensor as Tensor
 from trio_vllm.protocol.bare_rows import BareRows as BareRows
@@ -47,6 +48,11 @@ from trio_vllm.protocol.handshake import decode_report as decode_report
 from trio_vllm.protocol.handshake import encode_init as encode_init
 from trio_vllm.protocol.handshake import encode_ready_response as encode_ready_response
 from trio_vllm.protocol.handshake import encode_report as encode_report
+from trio_vllm.protocol.logprob_rows import LogprobRow as LogprobRow
+from trio_vllm.protocol.logprob_rows import LogprobsPattern as LogprobsPattern
+from trio_vllm.protocol.logprob_rows import find_logprob_rows as find_logprob_rows
+from trio_vllm.protocol.logprob_rows import logprobs_pattern as logprobs_pattern
+from trio_vllm.protocol.logprob_rows import unpacked_row as unpacked_row
 from trio_vllm.protocol.logprobs import Logprobs as Logprobs
 from trio_vllm.protocol.logprobs import LogprobsCollector as LogprobsCollector
 from trio_vllm.protocol.logprobs import PositionLogprobs as PositionLogprobs
@@ -76,6 +82,7 @@ from trio_vllm.protocol.output import decode_outputs_in_pieces as decode_outputs
 from trio_vllm.protocol.output import decode_outputs_lazily as decode_outputs_lazily
 from trio_vllm.protocol.output import encode_outputs as encode_outputs
 from trio_vllm.protocol.output import raw_logprobs_of as raw_logprobs_of
+from trio_vllm.protocol.output import rest_of as rest_of
 from trio_vllm.protocol.output import row_request_id as row_request_id
 from trio_vllm.protocol.request import GENERATION_TASKS as GENERATION_TASKS
 from trio_vllm.protocol.request import POOLING_TASKS as POOLING_TASKS
@@ -98,6 +105,7 @@ from trio_vllm.protocol.request import encode_abort as encode_abort
 from trio_vllm.protocol.request import encode_add as encode_add
 from trio_vllm.protocol.request import encode_start_dp_wave as encode_start_dp_wave
 from trio_vllm.protocol.request import encode_utility as encode_utility
+from trio_vllm.protocol.request import is_short_add as is_short_add
 from trio_vllm.protocol.request import is_vocabulary_question as is_vocabulary_question
 from trio_vllm.protocol.request import request_label as request_label
 from trio_vllm.protocol.request import vocabulary_question as vocabulary_question

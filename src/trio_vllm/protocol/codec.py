@@ -64,6 +64,12 @@ class Codec(Generic[T]):
     """Names what the object must be, for error messages."""
     decode: Callable[[Any, Frames], T]
     encode: Callable[[T, AuxFrames], Any]
+    encode_other: Callable[[Any, AuxFrames], Any] | None = None
+    """Encodes values other than None, if None is a value of its own."""
+
+    def encoder_besides(self, value: object) -> Callable[[T, AuxFrames], Any]:
+        """What encodes all values but this one."""
+        return self.encode_other if value is None and self.encode_other else self.encode
 
 
 def wrong_type(expected: str, value: object) -> CodecError:
@@ -270,7 +276,7 @@ def optional(codec: Codec[T]) -> Codec[T | None]:
     def encode(value: T | None, aux: AuxFrames) -> Any:
         return None if value is None else inner_encode(value, aux)
 
-    return Codec(f"{codec.expected} or nil", decode, encode)
+    return Codec(f"{codec.expected} or nil", decode, encode, inner_encode)
 
 
 def list_of(codec: Codec[T]) -> Codec[list[T]]:

@@ -13,6 +13,7 @@ their ranks are but column numbers.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -31,6 +32,7 @@ from trio_vllm.protocol.codec import (
     optional,
     wrong_type,
 )
+from trio_vllm.protocol.msgpack import pack, raw_view, unpack
 from trio_vllm.protocol.structs import set_codec
 
 
@@ -169,25 +171,83 @@ PROMPT_LOGPROBS = _logprobs_codec(TENSOR_AS_NUMPY, 5)
 
 # Collecting --------------------------------------------------------------------------------------
 
-_ID_SIZES = {"<i4": 4, "<i8": 8}
-_VALUE_SIZE = 4
+
+_VALUES = np.dtype("<f4")
+_INTEGERS: dict[str, np.dtype[Any]] = {"<i4": np.dtype("<i4"), "<i8": np.dtype("<i8")}
+_END = b"\xc0"
+
+
+@attrs.frozen
+class PackedLayout:
+    """Where the arrays are in the packed sample logprobs of one token, if they travel inline."""
+
+    columns: int
+    heads: tuple[bytes, bytes, bytes]
+    """What stands before the bytes of the token ids, of the logprobs, and of the rank."""
+    dtype: np.dtype[Any]
+    """Of all of it; the fields ``ids``, ``values`` and ``ranks`` are the arrays."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """The bytes of each array."""
+        return [self.dtype[name].itemsize for name in _FIELDS]
+
+    def join(self, *arrays: Buffer) -> bytes:
+        """Pack the bytes of the arrays."""
+        ids, values, ranks = arrays
+        before_ids, before_values, before_ranks = self.heads
+        return b"".join((before_ids, ids, before_values, values, before_ranks, ranks, _END))
+
+
+_FIELDS = ("ids", "values", "ranks")
+
+
+@functools.lru_cache(maxsize=64)
+def packed_layout(columns: int, id_type: str, rank_type: str) -> PackedLayout:
+    """The layout of so many columns of ids and values, and a rank, of certain types."""
+    ids, rank = _INTEGERS[id_type], _INTEGERS[rank_type]
+    arrays: Any = [np.dtype((ids, (columns,))), np.dtype((_VALUES, (columns,))), rank]
+    before_ids, before_values, before_ranks = map(_head, arrays)
+    heads = (b"\x94" + before_ids, before_values, before_ranks)
+    offsets, end = [], 0
+    for head, array in zip(heads, arrays, strict=True):
+        offsets.append(end + len(head))
+        end = offsets[-1] + array.itemsize
+    dtype: Any = {"names": _FIELDS, "formats": arrays, "offsets": offsets}
+    return PackedLayout(columns, heads, np.dtype(dtype | {"itemsize": end + len(_END)}))
+
+
+def _head(array: np.dtype[Any]) -> bytes:
+    """What stands before the bytes of an array, of one row, that travels inline."""
+    packed = pack([array.base.str, [1, *array.shape], raw_view(bytes(array.itemsize))])
+    return packed[: -array.itemsize]
+
+
+def layout_of_packed(packed: bytes) -> PackedLayout:
+    """The layout of what a `LogprobsPattern` has found."""
+    (id_type, (_, columns), _), _, (rank_type, *_), _ = unpack(packed)
+    return packed_layout(columns, id_type, rank_type)
 
 
 @attrs.define
 class _Rows:
-    """Bytes of rows of one layout, to be made into arrays at once."""
+    """Packed rows of one layout, one behind the other, to be made into arrays at once."""
 
-    id_type: str
-    rank_type: str
-    columns: int
-    token_ids: bytearray = attrs.field(factory=bytearray)
-    logprobs: bytearray = attrs.field(factory=bytearray)
-    ranks: bytearray = attrs.field(factory=bytearray)
+    layout: PackedLayout
+    lead: bytes
+    size: int
+    data: bytearray = attrs.field(factory=bytearray)
 
-    def arrays(self) -> Logprobs:
-        ids = np.frombuffer(bytes(self.token_ids), self.id_type).reshape(-1, self.columns)
-        values = np.frombuffer(bytes(self.logprobs), "<f4").reshape(-1, self.columns)
-        return _check(Logprobs(ids, values, np.frombuffer(bytes(self.ranks), self.rank_type)))
+    @classmethod
+    def of(cls, layout: PackedLayout) -> _Rows:
+        return cls(layout, layout.heads[0], layout.dtype.itemsize)
+
+    def take(self, columns: int | None) -> Logprobs:
+        """Give, and forget, at most so many columns of what is here."""
+        rows = np.frombuffer(self.data, self.layout.dtype)
+        self.data = bytearray()
+        ids, values = rows["ids"][:, :columns], rows["values"][:, :columns]
+        return Logprobs(ids.copy(), values.copy(), rows["ranks"].copy())
 
 
 class LogprobsCollector:
@@ -197,23 +257,40 @@ class LogprobsCollector:
     one token, with bytes of the same layout as those before. Of these only the bytes are kept.
     """
 
-    __slots__ = ("_columns", "_parts", "_rows")
+    __slots__ = ("_columns", "_parts", "_room", "_rows", "_unchecked")
 
-    def __init__(self, columns: int | None) -> None:
+    def __init__(self, columns: int | None, *, room: int = 64 * 1024) -> None:
         """Keep this many columns of each row: the engine sends those of the widest request.
 
-        With None all are kept. Narrower rows are left to be decoded.
+        With None all are kept. Narrower rows are left to be decoded. When there are ``room`` bytes of
+        rows, arrays are made of them, which are smaller.
         """
         self._columns = columns
-        self._parts: list[_Rows | Logprobs] = []
+        self._room = room
+        self._parts: list[Logprobs] = []
+        self._unchecked: list[Logprobs] = []  # those of the parts that no decoder has checked
         self._rows: _Rows | None = None
+
+    def add_packed(self, packed: bytes) -> bool:
+        """Add the logprobs of one token as a `LogprobsPattern` found them; False as `add_raw`."""
+        rows = self._rows
+        # The beginning and the length tell the layout.
+        if rows is None or len(packed) != rows.size or not packed.startswith(rows.lead):
+            layout = layout_of_packed(packed)
+            if self._columns is not None and layout.columns < self._columns:
+                return False
+            rows = self._rows_of(layout)
+        rows.data += packed
+        if len(rows.data) >= self._room:
+            self._close_rows()
+        return True
 
     def add_raw(self, raw: Any, frames: Frames) -> bool:
         """Add the logprobs of one token as they were unpacked; False if they are to be decoded."""
         try:
             (id_type, shape, ids), (type_, shape_, values), (rank_type, rank_shape, ranks), _ = raw
             one, columns = shape
-            id_size, rank_size = _ID_SIZES[id_type], _ID_SIZES[rank_type]
+            id_size, rank_size = _INTEGERS[id_type].itemsize, _INTEGERS[rank_type].itemsize
         except (KeyError, TypeError, ValueError):
             return False
         ids, values, ranks = (_bytes_of(data, frames) for data in (ids, values, ranks))
@@ -225,28 +302,29 @@ class LogprobsCollector:
             and rank_shape == [1]
             and _ is None
             and len(ids) == columns * id_size > 0
-            and len(values) == columns * _VALUE_SIZE
+            and len(values) == columns * 4
             and len(ranks) == rank_size
+            and (self._columns is None or columns >= self._columns)
         ):
             return False
-        if columns != self._columns is not None:
-            if columns < self._columns:
-                return False
-            columns = self._columns
-            ids, values = ids[: columns * id_size], values[: columns * _VALUE_SIZE]
-        rows = self._rows
-        if (
-            rows is None
-            or rows.columns != columns
-            or rows.id_type != id_type
-            or rows.rank_type != rank_type
-        ):
-            rows = self._rows = _Rows(id_type, rank_type, columns)
-            self._parts.append(rows)
-        rows.token_ids += ids
-        rows.logprobs += values
-        rows.ranks += ranks
+        layout = packed_layout(columns, id_type, rank_type)
+        rows = self._rows_of(layout)
+        rows.data += layout.join(ids, values, ranks)
+        if len(rows.data) >= self._room:
+            self._close_rows()
         return True
+
+    def _rows_of(self, layout: PackedLayout) -> _Rows:
+        if self._rows is None or self._rows.layout is not layout:
+            self._close_rows()
+            self._rows = _Rows.of(layout)
+        return self._rows
+
+    def _close_rows(self) -> None:
+        if self._rows is not None and self._rows.data:
+            part = self._rows.take(self._columns)
+            self._parts.append(part)
+            self._unchecked.append(part)
 
     def add(self, logprobs: Logprobs) -> None:
         """Add decoded logprobs, which may be of several tokens."""
@@ -254,17 +332,17 @@ class LogprobsCollector:
             narrow = logprobs.cut(self._columns)
             # A view would keep the rest alive, which may be as wide as the vocabulary.
             logprobs = Logprobs(narrow.token_ids.copy(), narrow.logprobs.copy(), narrow.ranks)
+        self._close_rows()
         self._parts.append(logprobs)
-        self._rows = None
 
     def take(self) -> Logprobs | None:
         """Give, and forget, what was collected; `CodecError` if there is a negative id or rank."""
-        parts, self._parts, self._rows = self._parts, [], None
-        if not parts:
-            return None
-        return Logprobs.concatenate(
-            [part.arrays() if isinstance(part, _Rows) else part for part in parts]
-        )
+        self._close_rows()
+        parts, self._parts = self._parts, []
+        unchecked, self._unchecked = self._unchecked, []
+        for part in unchecked:
+            _check(part)
+        return Logprobs.concatenate(parts) if parts else None
 
 
 def _bytes_of(data: Any, frames: Frames) -> Buffer:

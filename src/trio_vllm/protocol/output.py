@@ -202,6 +202,8 @@ class UndecodedBatch:
     """The message; rows refer to its auxiliary frames."""
     packed_rows: Sequence[PackedPiece] = ()
     """The rows of a large message, which are unpacked as they are needed; ``rows`` is empty then."""
+    has_logprob_rows: bool = False
+    """Whether some rows are not unpacked; see `find_logprob_rows`."""
 
     def row_pieces(self) -> Iterator[list[Any]]:
         """Give the rows, some at a time; raises `DecodeError`."""
@@ -312,26 +314,35 @@ def bare_token_ids(row: Any) -> list[int] | None:
 
 
 _LOGPROBS = index_of(EngineCoreOutput, "new_logprobs")
+_MASK = index_of(EngineCoreOutput, "new_sampling_mask")
 
 
-def raw_logprobs_of(row: Any) -> Any:
-    """Give the sample logprobs, as they were unpacked, of a row that is bare but for them.
+def raw_logprobs_of(row: Any) -> list[Any] | None:
+    """Give the sample logprobs, as they were unpacked, of a row with one token; None for other rows.
 
-    None for all other rows. See `LogprobsCollector.add_raw`.
+    See `LogprobsCollector.add_raw`. What else there may be in the row, `rest_of` tells; nothing of that
+    is about the token.
     """
-    if type(row) is not list or not _BARE_MINIMUM <= len(row) <= _REST_END:
+    if type(row) is not list or not _LOGPROBS < len(row) <= _REST_END:
         return None
     logprobs, token_ids = row[_LOGPROBS], row[1]
     if (
-        logprobs is None
-        or row.count(None) != len(row) - _NOT_NIL_COUNT - 1
-        or _not_nil_of(row) != _NOT_NIL_DEFAULTS
+        type(logprobs) is not list
+        or row[_MASK : _MASK + 1] not in ([], [None])
         or type(token_ids) is not list
         or len(token_ids) != 1
         or type(token_ids[0]) is not int
     ):
         return None
     return logprobs
+
+
+def rest_of(row: list[Any]) -> list[Any] | None:
+    """Give a row without its tokens and their logprobs; None if there is nothing else in it."""
+    fields = row[_LOGPROBS + 1 :]
+    if fields == _REST[1 : 1 + len(fields)]:
+        return None
+    return [row[0], [], None, *fields]
 
 
 def _has_bare_rest(row: list[Any]) -> bool:

@@ -318,6 +318,11 @@ TOKEN_IDS_AT_ONCE = 5_000
 """Token ids unpacked and checked without a turn for others."""
 
 
+def is_short_add(frames: Frames) -> bool:
+    """Whether a message is an ADD that is decoded in one go."""
+    return len(frames) == 2 and frames[0] == _ADD and len(frames[1]) < LARGE
+
+
 def decode_engine_message_in_pieces(frames: Frames) -> Generator[None, None, EngineMessage]:
     """Decode like `decode_engine_message`; yields whenever others should have a turn.
 
