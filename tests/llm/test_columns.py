@@ -13,13 +13,14 @@ from tests.client.world import make_request
 from tests.ready import ready_response
 
 from trio_vllm.client import FrontendCore
-from trio_vllm.client.columns import FEWEST_ROWS, MOST_OTHERS
+from trio_vllm.client.columns import MOST_OTHERS
 from trio_vllm.concurrency import Waker
 from trio_vllm.llm.collector import Collector
 from trio_vllm.protocol import EngineCoreOutput, FinishReason, defaults_of, index_of
 from trio_vllm.protocol.msgpack import pack
 
 CONNECTION = 7
+FEWEST_ROWS = 12
 SHORT, VLLM = 2, len(attrs.fields(EngineCoreOutput))
 DEFAULTS = [*defaults_of(EngineCoreOutput), *[None] * 5]
 IDS = [f"request-{number:032}" for number in range(16)]
@@ -57,6 +58,8 @@ class Frontend:
 
     def __init__(self, limits: dict[str, int], *, streams: Sequence[str] = ()) -> None:
         self.core = FrontendCore({0: ready_response(0), 1: ready_response(1)})
+        for engine in self.core._engines.by_index.values():
+            engine.columns.fewest_rows = FEWEST_ROWS
         self.collectors = {
             request_id: self.submit(request_id, limit, interval=request_id in streams)
             for request_id, limit in limits.items()
@@ -236,11 +239,11 @@ def test_nothing_is_left(frontend: Frontend) -> None:
     """When requests have ended, they are in no table."""
     frontend.receive([row(request_id) for request_id in MEMBERS])
     columns = frontend.core._engines.by_index[0].columns
-    count = len(columns)
+    count = len(columns.places)
     frontend.core.abort(MEMBERS[:10])
     frontend.receive([row(request_id, finish_reason=0) for request_id in MEMBERS[10:]])
 
-    assert (count, len(columns)) == (len(MEMBERS), 0)
+    assert (count, len(columns.places)) == (len(MEMBERS), 0)
     assert not columns._waiting
 
 

@@ -37,8 +37,8 @@ from trio_vllm.protocol import (
 
 T = TypeVar("T")
 
-FEWEST_ROWS = 12
-"""Rows of a message from which on this pays."""
+FEWEST_ROWS = 64
+"""Rows of a message from which on this pays even if other requests come each time."""
 
 MOST_OTHERS = 64
 """Rows of others in such a message; with more of them, other tasks may need a turn in between."""
@@ -88,6 +88,8 @@ class _LineUp:
 
     def is_apart_from(self, rows: list[Any]) -> bool:
         """Whether rows are those of other requests, and one can tell whose they are."""
+        if not rows:
+            return True
         request_ids = [row_request_id(row) for row in rows]
         return all(id_ is not None and pack_id(id_) not in self.distinct for id_ in request_ids)
 
@@ -111,18 +113,16 @@ class TokenColumns:
 
     def __init__(self, requests: Mapping[str, Sink]) -> None:
         """``requests`` are all that the engine has."""
+        self.fewest_rows = FEWEST_ROWS
         self._requests = requests
         self._waiting: dict[str, ColumnSink] = {}
-        self._places: dict[bytes, TokenPlace] = {}
+        self.places: dict[bytes, TokenPlace] = {}
+        """The members, by their packed ids."""
         self._version: str | None = None
         self._id_sizes: frozenset[int] = frozenset()
         self._pattern: RowPattern | None = None
         self._line_up: _LineUp | None = None
         self._left = 0  # messages that fit into the fullest member of the line-up
-
-    def __len__(self) -> int:
-        """How many are members."""
-        return len(self._places)
 
     def add(self, sink: Sink) -> None:
         """Note a request that may become a member."""
@@ -131,9 +131,9 @@ class TokenColumns:
 
     def remove(self, request_id: str) -> None:
         """Forget a request, if it is here."""
-        if self._waiting.pop(request_id, None) is None and self._places:
+        if self._waiting.pop(request_id, None) is None and self.places:
             self._line_up = None
-            self._places.pop(pack_id(request_id), None)
+            self.places.pop(pack_id(request_id), None)
 
     # Row by row ---------------------------------------------------------------------------------
 
@@ -142,8 +142,8 @@ class TokenColumns:
         self._line_up = None
         if version is not None and version != self._version:
             self._version = version
-            self._waiting.update({p.sink.request_id: p.sink for p in self._places.values()})
-            self._places.clear()
+            self._waiting.update({p.sink.request_id: p.sink for p in self.places.values()})
+            self.places.clear()
 
     def admit(self, rows: Sequence[Any]) -> None:
         """Make members of those who can be now, after rows of theirs were handled one by one."""
@@ -158,7 +158,7 @@ class TokenColumns:
                     del waiting[request_id]
                     self._line_up = None
                     packed_id = pack_id(request_id)
-                    self._places[packed_id] = place
+                    self.places[packed_id] = place
                     self._learn(row, len(packed_id))
 
     def _learn(self, row: list[Any], id_size: int) -> None:
@@ -173,11 +173,11 @@ class TokenColumns:
         """Take a message apart, if that pays; nothing is appended yet."""
         if self._pattern is None or not self._are_most_members():
             return None
-        return find_bare_rows(frames, self._pattern, FEWEST_ROWS)
+        return find_bare_rows(frames, self._pattern, self.fewest_rows)
 
     def _are_most_members(self) -> bool:
         """Whether there are members, and no more requests that cannot become any."""
-        members = len(self._places)
+        members = len(self.places)
         return members > 0 and 2 * members + len(self._waiting) >= len(self._requests)
 
     def append(self, found: BareRows) -> bool:
@@ -206,7 +206,9 @@ class TokenColumns:
     def _look_up(self, packed_ids: list[bytes]) -> _LineUp | None:
         """Find the members among these ids; None if there is none, an id comes twice, or is none."""
         distinct = frozenset(packed_ids)
-        places = list(filter(None, map(self._places.get, packed_ids)))
+        places: list[Any] = list(map(self.places.get, packed_ids))
+        if None in places:
+            places = list(filter(None, places))
         if not places or len(distinct) < len(packed_ids):
             return None
         _, add_token, add_time, held, room = zip(*places, strict=True)
@@ -216,16 +218,16 @@ class TokenColumns:
             return self._look_up(packed_ids)
         strangers: list[str | None] = []
         if len(places) < len(packed_ids):
-            strangers = [None if id_ in self._places else unpack_id(id_) for id_ in packed_ids]
+            strangers = [None if id_ in self.places else unpack_id(id_) for id_ in packed_ids]
             if strangers.count(None) > len(places):
                 return None
         return _LineUp(packed_ids, distinct, add_token, add_time, strangers)
 
     def _remove_full(self) -> None:
         """Leave to their sinks the requests whose engine goes on after all that they asked for."""
-        for packed_id, place in list(self._places.items()):
+        for packed_id, place in list(self.places.items()):
             if len(place.held) >= place.room:
-                del self._places[packed_id]
+                del self.places[packed_id]
 
 
 def _call_each(functions: Iterable[Callable[[T], None]], arguments: Iterable[T]) -> None:

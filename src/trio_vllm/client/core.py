@@ -39,7 +39,6 @@ from typing import Any
 import attrs
 
 from trio_vllm.client.answers import answer_checks
-from trio_vllm.client.columns import FEWEST_ROWS
 from trio_vllm.client.engines import (
     CONNECTION_LOST,
     REPORTED_DEATH,
@@ -109,8 +108,11 @@ StatsListener = Callable[[int, SchedulerStats], None]
 SMALL = 8 * 1024
 """Bytes of a message that takes no longer than others can wait: less than a millisecond."""
 
-WORTH_COLUMNS = range(512, 128 * 1024)
-"""Bytes of a message that may have rows enough for `TokenColumns`, and takes them no longer than that."""
+FEW_BYTES = 512
+"""Bytes of a message up to which it cannot have rows enough for `TokenColumns`."""
+
+COLUMNS_AT_ONCE = 128 * 1024
+"""Bytes of a message that takes `TokenColumns` no longer than others can wait."""
 
 ENDED_AT_ONCE = 512
 """Requests that are ended without a turn for others: some 2 ms, and ten times that in their callers."""
@@ -612,30 +614,28 @@ class FrontendCore:
 
     def receive_small(self, frames: Frames, connection: int | None, now: float) -> bool:
         """Handle a message like `receive` if it is small, and a batch as most are; whether it was."""
-        connections = self._connections
-        if len(frames) != 1 or not connections.is_proved(connection):
+        index = self._connections.proved_engine(connection)
+        if index is None or len(frames) != 1:
             return False
-        sender, size = connections.engine_of(connection), len(frames[0])
-        assert sender is not None
-        engine = self._engines.by_index[sender]
-        if size in WORTH_COLUMNS and self._receive_columns(engine, frames, now):
+        engine, size = self._engines.by_index[index], len(frames[0])
+        if size > FEW_BYTES and self._receive_columns(engine, frames, now):
             return True
         if size > SMALL:
             return False
         try:
-            batch = self._find_logprobs(sender, frames) or decode_outputs_lazily(frames)
-            if not isinstance(batch, UndecodedBatch) or batch.engine_index != sender:
+            batch = self._find_logprobs(engine, frames) or decode_outputs_lazily(frames)
+            if not isinstance(batch, UndecodedBatch) or batch.engine_index != index:
                 return False
             if engine.state is not EngineState.DEAD:
                 self._receive_one_by_one(engine, batch.rows, batch)
                 self._receive_rest(engine, batch, now)
         except DecodeError as error:
-            self._receive_undecodable(sender, error)
+            self._receive_undecodable(index, error)
         return True
 
     def _receive_columns(self, engine: Engine, frames: Frames, now: float) -> bool:
         """Handle a message whose rows are mostly those of `TokenColumns`; False if it is another one."""
-        found = engine.columns.find(frames)
+        found = engine.columns.find(frames) if len(frames[0]) <= COLUMNS_AT_ONCE else None
         if (
             found is None
             or found.others.engine_index != engine.index
@@ -659,8 +659,12 @@ class FrontendCore:
         """
         sender = self._connections.engine_of(connection)
         try:
-            is_proved = self._connections.is_proved(connection)
-            found = self._find_logprobs(sender, frames) if is_proved else None
+            index = self._connections.proved_engine(connection)
+            found = (
+                None
+                if index is None
+                else self._find_logprobs(self._engines.by_index[index], frames)
+            )
             message = found or (yield from decode_outputs_in_pieces(frames))
             if isinstance(message, EngineDead):
                 self._receive_sentinel(sender)
@@ -721,10 +725,16 @@ class FrontendCore:
 
     def _receive_one_by_one(self, engine: Engine, rows: list[Any], batch: UndecodedBatch) -> None:
         """Hand over rows that are not taken by columns."""
-        engine.columns.interrupt(batch.weight_version)
-        self._receive_some(engine, rows, batch)
-        if len(rows) >= FEWEST_ROWS:
-            engine.columns.admit(rows)
+        columns = engine.columns
+        is_worth = len(rows) >= columns.fewest_rows
+        if is_worth or columns.places:
+            columns.interrupt(batch.weight_version)
+        if batch.has_logprob_rows:
+            self._receive_logprob_rows(engine, rows, batch)
+        else:
+            self._receive_rows(engine, rows, batch)
+        if is_worth:
+            columns.admit(rows)
 
     def _receive_rows(self, engine: Engine, rows: list[Any], batch: UndecodedBatch) -> None:
         """Hand each row to its sink: the hot path of the whole client."""
@@ -750,22 +760,14 @@ class FrontendCore:
                 continue
             self._receive_row(engine, row, batch)
 
-    def _find_logprobs(self, sender: int | None, frames: Frames) -> UndecodedBatch | None:
+    def _find_logprobs(self, engine: Engine, frames: Frames) -> UndecodedBatch | None:
         """Decode a message with rows like those with log probabilities before; None if it has none."""
-        engine = None if sender is None else self._engines.by_index[sender]
-        if engine is None or engine.logprobs_pattern is None:
+        if engine.logprobs_pattern is None:
             return None
         batch = find_logprob_rows(frames, engine.logprobs_pattern)
         if batch is None:
             engine.logprobs_pattern = None
         return batch
-
-    def _receive_some(self, engine: Engine, rows: list[Any], batch: UndecodedBatch) -> None:
-        """Hand over some of a batch's rows."""
-        if batch.has_logprob_rows:
-            self._receive_logprob_rows(engine, rows, batch)
-        else:
-            self._receive_rows(engine, rows, batch)
 
     def _receive_logprob_rows(self, engine: Engine, rows: list[Any], batch: UndecodedBatch) -> None:
         """Hand over rows of which most are a `LogprobRow`."""

@@ -321,7 +321,7 @@ class EngineConnections:
     def __init__(self, engine_indices: Iterable[int]) -> None:
         self._connection_of: dict[int, int | None] = dict.fromkeys(engine_indices)
         self._engine_of: dict[int | None, int] = {}
-        self._proved: set[int | None] = set()
+        self._proved: dict[int | None, int] = {}
 
     def __len__(self) -> int:
         """How many connections are known to be an engine's."""
@@ -334,6 +334,10 @@ class EngineConnections:
     def is_proved(self, connection: int | None) -> bool:
         """Whether an output of a request of its engine has come by a connection."""
         return connection in self._proved
+
+    def proved_engine(self, connection: int | None) -> int | None:
+        """The index of the engine of which that is so."""
+        return self._proved.get(connection)
 
     def claim(self, connection: int | None, engine_index: int, *, has_output: bool = False) -> bool:
         """Whether a well-formed message that names this engine, and came so, is the engine's.
@@ -354,7 +358,7 @@ class EngineConnections:
             self._connection_of[engine_index] = connection
             self._engine_of[connection] = engine_index
         if has_output:
-            self._proved.add(connection)
+            self._proved[connection] = engine_index
         return True
 
 
