@@ -6,6 +6,8 @@ from trio_vllm.client.answers import logprob_columns as logprob_columns
 from trio_vllm.client.client import EngineCoreClient as EngineCoreClient
 from trio_vllm.client.client import open_client as open_client
 from trio_vllm.client.client import run_client as run_client
+from trio_vllm.client.columns import ColumnSink as ColumnSink
+from trio_vllm.client.columns import TokenPlace as TokenPlace
 from trio_vllm.client.core import ClientStatistics as ClientStatistics
 from trio_vllm.client.core import FrontendCore as FrontendCore
 from trio_vllm.client.driver import CoreDriver as CoreDriver

@@ -108,6 +108,12 @@ StatsListener = Callable[[int, SchedulerStats], None]
 SMALL = 8 * 1024
 """Bytes of a message that takes no longer than others can wait: less than a millisecond."""
 
+FEW_BYTES = 512
+"""Bytes of a message up to which it cannot have rows enough for `TokenColumns`."""
+
+COLUMNS_AT_ONCE = 128 * 1024
+"""Bytes of a message that takes `TokenColumns` no longer than others can wait."""
+
 ENDED_AT_ONCE = 512
 """Requests that are ended without a turn for others: some 2 ms, and ten times that in their callers."""
 
@@ -613,20 +619,40 @@ class FrontendCore:
 
     def receive_small(self, frames: Frames, connection: int | None, now: float) -> bool:
         """Handle a message like `receive` if it is small, and a batch as most are; whether it was."""
-        connections = self._connections
-        if len(frames) != 1 or len(frames[0]) > SMALL or not connections.is_proved(connection):
+        index = self._connections.proved_engine(connection)
+        if index is None or len(frames) != 1:
             return False
-        sender = connections.engine_of(connection)
+        engine, size = self._engines.by_index[index], len(frames[0])
+        if size > FEW_BYTES and self._receive_columns(engine, frames, now):
+            return True
+        if size > SMALL:
+            return False
         try:
-            batch = self._find_logprobs(sender, frames) or decode_outputs_lazily(frames)
-            if not isinstance(batch, UndecodedBatch) or batch.engine_index != sender:
+            batch = self._find_logprobs(engine, frames) or decode_outputs_lazily(frames)
+            if not isinstance(batch, UndecodedBatch) or batch.engine_index != index:
                 return False
-            engine = self._engines.by_index[sender]
             if engine.state is not EngineState.DEAD:
-                self._receive_some(engine, batch.rows, batch)
+                self._receive_one_by_one(engine, batch.rows, batch)
                 self._receive_rest(engine, batch, now)
         except DecodeError as error:
-            self._receive_undecodable(sender, error)
+            self._receive_undecodable(index, error)
+        return True
+
+    def _receive_columns(self, engine: Engine, frames: Frames, now: float) -> bool:
+        """Handle a message whose rows are mostly those of `TokenColumns`; False if it is another one."""
+        found = engine.columns.find(frames) if len(frames[0]) <= COLUMNS_AT_ONCE else None
+        if (
+            found is None
+            or found.others.engine_index != engine.index
+            or engine.state is EngineState.DEAD
+            or not engine.columns.append(found)
+        ):
+            return False
+        batch = found.others
+        engine.has_moved = True
+        self._receive_rows(engine, batch.rows, batch)
+        engine.columns.admit(batch.rows)
+        self._receive_rest(engine, batch, now)
         return True
 
     def receive_in_pieces(
@@ -638,8 +664,12 @@ class FrontendCore:
         """
         sender = self._connections.engine_of(connection)
         try:
-            is_proved = self._connections.is_proved(connection)
-            found = self._find_logprobs(sender, frames) if is_proved else None
+            index = self._connections.proved_engine(connection)
+            found = (
+                None
+                if index is None
+                else self._find_logprobs(self._engines.by_index[index], frames)
+            )
             message = found or (yield from decode_outputs_in_pieces(frames))
             if isinstance(message, EngineDead):
                 self._receive_sentinel(sender)
@@ -685,7 +715,7 @@ class FrontendCore:
 
     def _receive_batch(self, engine: Engine, batch: UndecodedBatch, now: float) -> Iterator[None]:
         for rows in batch.row_pieces():
-            self._receive_some(engine, rows, batch)
+            self._receive_one_by_one(engine, rows, batch)
             yield
             if engine.state is EngineState.DEAD:
                 return
@@ -697,6 +727,19 @@ class FrontendCore:
             self._receive_finished(engine, batch.finished_requests)
         if batch.has_stats:
             self._receive_stats(engine, batch, now)
+
+    def _receive_one_by_one(self, engine: Engine, rows: list[Any], batch: UndecodedBatch) -> None:
+        """Hand over rows that are not taken by columns."""
+        columns = engine.columns
+        is_worth = len(rows) >= columns.fewest_rows
+        if is_worth or columns.places:
+            columns.interrupt(batch.weight_version)
+        if batch.has_logprob_rows:
+            self._receive_logprob_rows(engine, rows, batch)
+        else:
+            self._receive_rows(engine, rows, batch)
+        if is_worth:
+            columns.admit(rows)
 
     def _receive_rows(self, engine: Engine, rows: list[Any], batch: UndecodedBatch) -> None:
         """Hand each row to its sink: the hot path of the whole client."""
@@ -722,22 +765,14 @@ class FrontendCore:
                 continue
             self._receive_row(engine, row, batch)
 
-    def _find_logprobs(self, sender: int | None, frames: Frames) -> UndecodedBatch | None:
+    def _find_logprobs(self, engine: Engine, frames: Frames) -> UndecodedBatch | None:
         """Decode a message with rows like those with log probabilities before; None if it has none."""
-        engine = None if sender is None else self._engines.by_index[sender]
-        if engine is None or engine.logprobs_pattern is None:
+        if engine.logprobs_pattern is None:
             return None
         batch = find_logprob_rows(frames, engine.logprobs_pattern)
         if batch is None:
             engine.logprobs_pattern = None
         return batch
-
-    def _receive_some(self, engine: Engine, rows: list[Any], batch: UndecodedBatch) -> None:
-        """Hand over some of a batch's rows."""
-        if batch.has_logprob_rows:
-            self._receive_logprob_rows(engine, rows, batch)
-        else:
-            self._receive_rows(engine, rows, batch)
 
     def _receive_logprob_rows(self, engine: Engine, rows: list[Any], batch: UndecodedBatch) -> None:
         """Hand over rows of which most are a `LogprobRow`."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import attrs
 
+from trio_vllm.client.columns import TokenColumns
 from trio_vllm.client.input_processing import RequestLimits
 from trio_vllm.client.streams import Sink
 from trio_vllm.client.versions import oldest_release
@@ -81,6 +82,8 @@ class Engine:
     """Why it is dead; the first reason is kept."""
     requests: dict[str, Sink] = attrs.field(factory=dict)
     """Those in flight there, oldest first."""
+    columns: TokenColumns = attrs.field(init=False)
+    """Those of them that only collect tokens."""
     added_since_stats: set[str] = attrs.field(factory=set)
     """The ids of those that its newest statistics cannot have counted."""
     stats: SchedulerStats | None = None
@@ -109,6 +112,10 @@ class Engine:
     def _id_of_index(self) -> EngineId:
         return EngineId.of(self.index)
 
+    @columns.default
+    def _columns_of_requests(self) -> TokenColumns:
+        return TokenColumns(self.requests)
+
     # Requests -----------------------------------------------------------------------------------
 
     def add(self, sink: Sink) -> None:
@@ -116,11 +123,13 @@ class Engine:
         sink.engine_index = self.index
         self.requests[sink.request_id] = sink
         self.added_since_stats.add(sink.request_id)
+        self.columns.add(sink)
 
     def remove(self, request_id: str) -> Sink:
         """Forget a request that is over, or another engine's now; gives its sink."""
         self.added_since_stats.discard(request_id)
         sink = self.requests.pop(request_id)
+        self.columns.remove(request_id)
         if not self.requests:
             self.has_moved = True
         return sink
@@ -312,7 +321,7 @@ class EngineConnections:
     def __init__(self, engine_indices: Iterable[int]) -> None:
         self._connection_of: dict[int, int | None] = dict.fromkeys(engine_indices)
         self._engine_of: dict[int | None, int] = {}
-        self._proved: set[int | None] = set()
+        self._proved: dict[int | None, int] = {}
 
     def __len__(self) -> int:
         """How many connections are known to be an engine's."""
@@ -325,6 +334,10 @@ class EngineConnections:
     def is_proved(self, connection: int | None) -> bool:
         """Whether an output of a request of its engine has come by a connection."""
         return connection in self._proved
+
+    def proved_engine(self, connection: int | None) -> int | None:
+        """The index of the engine of which that is so."""
+        return self._proved.get(connection)
 
     def claim(self, connection: int | None, engine_index: int, *, has_output: bool = False) -> bool:
         """Whether a well-formed message that names this engine, and came so, is the engine's.
@@ -345,7 +358,7 @@ class EngineConnections:
             self._connection_of[engine_index] = connection
             self._engine_of[connection] = engine_index
         if has_output:
-            self._proved.add(connection)
+            self._proved[connection] = engine_index
         return True
 
 

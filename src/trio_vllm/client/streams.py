@@ -22,7 +22,7 @@ class Sink(Protocol):
 
     Most outputs are a few token ids and nothing else: these come by `add_tokens`, as they are on the
     wire. A sink that only collects wakes no task, so a request of which only the end is wanted costs
-    no task switch before it.
+    no task switch before it. It may also be a `ColumnSink`, and then is spared most of these calls.
     """
 
     request_id: str

@@ -1,9 +1,10 @@
 """`Collector`: accumulates the outputs of one engine request until they are delivered.
 
-It keeps token ids and times in flat arrays, and the few outputs that carry more (log probabilities,
-masks, experts) as they are; only a delivery makes a result of them. So a request in flight costs
-some hundred bytes and its tokens four each, and an output that is not delivered yet costs three list
-operations. Upstream's counterpart is ``RequestState`` with ``RequestOutputCollector`` of
+It keeps token ids in a flat array, and the few outputs that carry more (log probabilities, masks,
+experts) as they are; only a delivery makes a result of them. So a request in flight costs some hundred
+bytes and its tokens four each, besides their times, and an output that is not delivered yet costs two
+appends, which the client does by itself (`Collector.token_place`) if only the end is waited for.
+Upstream's counterpart is ``RequestState`` with ``RequestOutputCollector`` of
 ``vllm/v1/engine/output_processor.py``.
 """
 
@@ -16,7 +17,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from trio_vllm.client import AnswerCheck, LogprobsCheck, logprob_columns, too_many_tokens
+from trio_vllm.client import (
+    AnswerCheck,
+    LogprobsCheck,
+    TokenPlace,
+    logprob_columns,
+    too_many_tokens,
+)
 from trio_vllm.concurrency import Waker
 from trio_vllm.errors import DecodeError, EngineCoreError
 from trio_vllm.llm.output import (
@@ -110,7 +117,9 @@ class Collector:
         # Unbounded on purpose: one pump serves all requests and must not wait for one slow reader.
         # What piles up is at most max_tokens tokens of this request.
         self._token_ids = array("I")
-        self._times = array("d")  # the engine's clock, one for each output with tokens
+        # The engine's clock, one for each output with tokens. A list, since the requests of a message
+        # share its number, and it is the faster one to append to.
+        self._times: list[float] = []
         self._outputs_with_details: list[EngineCoreOutput] = []  # until they are delivered
         self._logprobs: LogprobsCollector | None = None
         self._prompt_logprobs: LogprobsCollector | None = None
@@ -152,6 +161,19 @@ class Collector:
             self._due_count = min(self._interval or sys.maxsize, self._room + 1)
         if self._interval:
             self._waker.wake()
+
+    @property
+    def only_collects(self) -> bool:
+        """Whether only tokens are to come, and nobody waits for them; see `ColumnSink`."""
+        return not self._interval and (self._params is None or self._params.logprobs is None)
+
+    def token_place(self, version: str | None) -> TokenPlace | None:
+        """Where tokens can be appended, once the first one was noted, and its weights."""
+        is_noted = version is None or version == self._version
+        if self._first_token_time is None or not is_noted:
+            return None
+        held = self._token_ids
+        return TokenPlace(self, held.append, self._times.append, held, self._room)
 
     def add_raw_logprobs(
         self,

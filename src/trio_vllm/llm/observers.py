@@ -206,6 +206,10 @@ class ObservedCollector(Collector):
         self._preemption_count = 0
         self._is_corrupted = False
 
+    @property
+    def only_collects(self) -> bool:
+        return False  # the observers are told of each token
+
     def begin(self) -> None:
         self._tell_adapter(AdapterState.WAITING)
 

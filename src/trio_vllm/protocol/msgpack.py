@@ -33,6 +33,8 @@ _PAIR = b"\x92"
 _MARKS = tuple(
     (mark, b"\xcf" + mark.to_bytes(8, "big")) for mark in (0x9D1C77A35E02B4F1, 0xC3A54E960B7D182F)
 )
+_FIRST_MARK = _MARKS[0]
+_MARK_SIZE = len(_FIRST_MARK[1])
 
 
 def pack(raw: object) -> bytes:
@@ -53,7 +55,10 @@ def unpack(payload: Buffer) -> Any:
 
     Raises `CodecError` if the bytes are not exactly one object, or nest too deeply.
     """
-    pair, mark = _marked(payload)
+    mark, mark_bytes = _FIRST_MARK
+    pair = b"".join((_PAIR, payload, mark_bytes))
+    if pair.find(mark_bytes) != len(pair) - _MARK_SIZE:
+        pair, mark = _marked(payload)
     try:
         raw, end = ormsgpack.unpackb(pair, ext_hook=_extension, option=ormsgpack.OPT_NON_STR_KEYS)
     except ValueError as error:

@@ -399,9 +399,8 @@ def _bare_batch(raw: Any, frames: Frames) -> UndecodedBatch | None:
     """
     if type(raw) is not list or len(raw) < _MESSAGE_LENGTH:
         return None
-    index, rows, stats, timestamp, utility, finished, complete, start, version = raw[
-        :_MESSAGE_LENGTH
-    ]
+    fields = raw if len(raw) == _MESSAGE_LENGTH else raw[:_MESSAGE_LENGTH]
+    index, rows, stats, timestamp, utility, finished, complete, start, version = fields
     if utility is complete is start is finished is None and (
         type(index) is int
         and 0 <= index < 2**32
