@@ -280,14 +280,6 @@ _EVENT = b"\x82\xa4type%c\xa9timestamp\xcb"
 _EVENT_STARTS = {kind: _EVENT % kind for kind in EventType}
 _ENDS = {reason: bytes((reason,)) + NIL for reason in FinishReason}
 
-# A row of a request that has just been queued and scheduled, and one of a request that ends.
-_USUAL_COUNT = 2
-_FIRST_START = pack_array_header(_PREFILL_STATS + 1)
-_LAST_START = pack_array_header(_EVENTS)
-_BEFORE_QUEUED = _NO_EXTRAS + _NO_END + pack_array_header(2) + _EVENT_STARTS[EventType.QUEUED]
-_BEFORE_SCHEDULED = _EVENT_STARTS[EventType.SCHEDULED]
-_pack_usual_events = struct.Struct(f">{len(_BEFORE_QUEUED)}sd{len(_BEFORE_SCHEDULED)}sd").pack
-
 _PREFILL_FIELDS = tuple(field.name for field in attrs.fields(PrefillStats))
 _PREFILL = bytes((0x80 | len(_PREFILL_FIELDS),)) + b"".join(
     pack_str(name) + b"%b" for name in _PREFILL_FIELDS
@@ -301,35 +293,11 @@ def row(
 
     If it ``has_logprobs``, they stand behind the tokens already.
     """
-    events = request.events or []
-    if has_logprobs:
-        prefill = None if request.is_prefilled else _computed_prompt(request.prompt_len)
-        rest = _NO_EXTRAS[len(NIL) :]
-        return row_with(id_and_tokens, request, events, prefill, final=final, extras=rest)
-    if request.is_prefilled:
-        if final and not events:
-            return last_row(id_and_tokens, request.finish_reason, request.stop_reason)
-        return row_with(id_and_tokens, request, events, None, final=final)
     # A request that is not prefilled has events: it was queued.
-    if not final and len(events) == _USUAL_COUNT and events[1][0] is EventType.SCHEDULED:
-        (_, queued), (_, scheduled) = events
-        return b"".join(
-            (
-                _FIRST_START,
-                id_and_tokens,
-                _pack_usual_events(_BEFORE_QUEUED, queued, _BEFORE_SCHEDULED, scheduled),
-                _NO_TRANSFERS,
-                _computed_prompt(request.prompt_len),
-            )
-        )
-    return row_with(
-        id_and_tokens, request, events, _computed_prompt(request.prompt_len), final=final
-    )
-
-
-def last_row(id_and_tokens: bytes, reason: FinishReason, stop_reason: int | str | None) -> bytes:
-    """A row with nothing but tokens and the end."""
-    return b"".join((_LAST_START, id_and_tokens, _NO_EXTRAS, _pack_end(reason, stop_reason)))
+    prefill = None if request.is_prefilled else _computed_prompt(request.prompt_len)
+    extras = _NO_EXTRAS[len(NIL) :] if has_logprobs else _NO_EXTRAS
+    events = request.events or ()
+    return row_with(id_and_tokens, request, events, prefill, final=final, extras=extras)
 
 
 @lru_cache(maxsize=1024)

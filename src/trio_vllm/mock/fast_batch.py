@@ -186,6 +186,11 @@ class RowBlock:
         data = messages.tobytes()
         return [data[at : at + length] for at in range(0, len(data), length)]
 
+    def row(self, slot: int) -> bytes:
+        """One row as it is to be sent."""
+        row: bytes = self._rows[slot].tobytes()
+        return row
+
     def tokens(self, slot: int, count: int) -> list[int]:
         """The first tokens that stand in one row."""
         tokens: list[int] = self._tokens[slot : slot + 1].reshape(-1)[:count].tolist()
@@ -226,31 +231,21 @@ class RowBlock:
         self.members += members
         self.count = stop
         self._changed()
-        return self._cut(self._rows[start:stop])
-
-    def _cut(self, rows: np.ndarray[Any, Any]) -> list[bytes]:
-        data, length = rows.tobytes(), self._row_length
+        data, length = self._rows[start:stop].tobytes(), self._row_length
         return [data[at : at + length] for at in range(0, len(data), length)]
 
-    def remove(self, members: Sequence[Member]) -> list[bytes]:
-        """Take out rows, and give them; the last ones move to their places."""
-        gone = [member.slot for member in members]
-        rows = self._cut(self._rows[gone])
-        count = self.count - len(gone)
-        places = [slot for slot in gone if slot < count]
-        if places:
-            behind = {*gone}
-            slots = [slot for slot in range(count, self.count) if slot not in behind]
-            to, out_of = np.array(places), np.array(slots)  # once; indexing would do it each time
+    def remove(self, member: Member) -> None:
+        """Take out a row; the last one moves to its place."""
+        last = self.count - 1
+        slot = member.slot
+        moved = self.members.pop()
+        if slot != last:
             for array in (self._rows, self._keys, self._firsts, self._ahead):
-                array[to] = array[out_of]
-            for place, slot in zip(places, slots, strict=True):
-                moved = self.members[place] = self.members[slot]
-                moved.slot = place
-        del self.members[count:]
-        self.count = count
+                array[slot] = array[last]
+            self.members[slot] = moved
+            moved.slot = slot
+        self.count = last
         self._changed()
-        return rows
 
     def _changed(self) -> None:
         self._is_stable = False
@@ -360,36 +355,27 @@ class ClientBatch:
         return finished
 
     def _finish(self, builder: MessageBuilder) -> list[Request]:
-        by_block: dict[RowBlock, list[Member]] = {}
-        for member in self.finishing.pop(self.step_count, {}).values():
-            by_block.setdefault(member.block, []).append(member)
-        finished: list[Request] = []
-        for block, members in by_block.items():
-            slots = [member.slot for member in members]
-            known = {m.slot: known for m in members if (known := self._known_tokens(m)) is not None}
-            blank = block.cells.blank(self._chunk_size)
-            for slot, member, last in zip(slots, members, block.remove(members), strict=True):
-                id_and_tokens = last[1:]
-                if slot in known:
-                    id_and_tokens = id_and_tokens[: -len(blank)] + known[slot]
-                request = member.request
-                del self._members[request.request_id]
-                self._add_last_row(id_and_tokens, request, builder)
-                finished.append(request)
-        return finished
+        finishing = list(self.finishing.pop(self.step_count, {}).values())
+        for member in finishing:
+            request = member.request
+            count = request.end - request.emitted
+            count -= (self.step_count - member.joined_step) * self._chunk_size
+            id_and_tokens = member.block.row(member.slot)[1:]
+            if count < self._chunk_size or request.last_token is not None:
+                blank = member.block.cells.blank(self._chunk_size)
+                id_and_tokens = id_and_tokens[: -len(blank)] + self._last_tokens(member, count)
+            member.block.remove(member)
+            del self._members[request.request_id]
+            self._add_last_row(id_and_tokens, request, builder)
+            self.tokens_made += count
+        return [member.request for member in finishing]
 
-    def _known_tokens(self, member: Member) -> bytes | None:
-        """The last tokens of a request, if they are not those of its row."""
-        request, block = member.request, member.block
-        steps = self.step_count - member.joined_step
-        left = request.end - request.emitted - steps * self._chunk_size
-        self.tokens_made += left
-        last = request.last_token
-        if last is None and left == self._chunk_size:
-            return None
+    def _last_tokens(self, member: Member, count: int) -> bytes:
+        """The last tokens of a request, fewer than usual or with one that is known beforehand."""
+        request, block, last = member.request, member.block, member.request.last_token
         if isinstance(block.cells, LogprobCells) and last is not None:
             return block.cells.pack(request.key, request.end - 1, last)
-        tokens = block.tokens(member.slot, left)
+        tokens = block.tokens(member.slot, count)
         tokens[-1] = tokens[-1] if last is None else last
         return self._cells.pack(tokens)
 
@@ -505,7 +491,7 @@ class ClientBatch:
         del ending[request_id]
         if not ending:
             del self.finishing[member.final_step]
-        member.block.remove([member])
+        member.block.remove(member)
         self._tidy()
 
     def _tidy(self) -> None:
