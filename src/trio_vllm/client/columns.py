@@ -43,6 +43,9 @@ FEWEST_ROWS = 64
 MOST_OTHERS = 64
 """Rows of others in such a message; with more of them, other tasks may need a turn in between."""
 
+MOST_MEMBERS = 8192
+"""Requests of an engine that can be members: more than it runs at once, and each costs 300 bytes."""
+
 
 class ColumnSink(Sink, Protocol):
     """A `Sink` that may be content with having its tokens appended; it need not have these methods."""
@@ -114,6 +117,7 @@ class TokenColumns:
     def __init__(self, requests: Mapping[str, Sink]) -> None:
         """``requests`` are all that the engine has."""
         self.fewest_rows = FEWEST_ROWS
+        self.most_members = MOST_MEMBERS
         self._requests = requests
         self._waiting: dict[str, ColumnSink] = {}
         self.places: dict[bytes, TokenPlace] = {}
@@ -152,7 +156,7 @@ class TokenColumns:
             return
         for row in rows:
             request_id = row_request_id(row)
-            if request_id in waiting:
+            if request_id in waiting and len(self.places) < self.most_members:
                 place = waiting[request_id].token_place(self._version)
                 if place is not None:
                     del waiting[request_id]
