@@ -254,7 +254,7 @@ def test_nothing_is_left(frontend: Frontend) -> None:
     frontend.receive([row(request_id, finish_reason=0) for request_id in MEMBERS[10:]])
 
     assert (count, len(columns.places)) == (len(MEMBERS), 0)
-    assert not columns._waiting
+    assert columns._collecting == 0
 
 
 # Any mixture -----------------------------------------------------------------------------------
