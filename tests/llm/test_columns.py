@@ -235,6 +235,16 @@ def test_many_rows_of_others(frontend: Frontend, count: int, one_by_one: int) ->
     assert len(rows_by_add_tokens(frontend, rows)) == one_by_one
 
 
+def test_most_members() -> None:
+    """There are no more than so many; the others' rows come one by one."""
+    frontend = Frontend(dict.fromkeys(MEMBERS, 10))
+    frontend.core._engines.by_index[0].columns.most_members = 16
+    rows = [row(request_id) for request_id in MEMBERS]
+    frontend.receive(rows)
+
+    assert rows_by_add_tokens(frontend, rows) == MEMBERS[16:]
+
+
 def test_nothing_is_left(frontend: Frontend) -> None:
     """When requests have ended, they are in no table."""
     frontend.receive([row(request_id) for request_id in MEMBERS])
@@ -244,7 +254,7 @@ def test_nothing_is_left(frontend: Frontend) -> None:
     frontend.receive([row(request_id, finish_reason=0) for request_id in MEMBERS[10:]])
 
     assert (count, len(columns.places)) == (len(MEMBERS), 0)
-    assert not columns._waiting
+    assert columns._collecting == 0
 
 
 # Any mixture -----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import attrs
 
@@ -43,13 +43,16 @@ FEWEST_ROWS = 64
 MOST_OTHERS = 64
 """Rows of others in such a message; with more of them, other tasks may need a turn in between."""
 
+MOST_MEMBERS = 8192
+"""Requests of an engine that can be members: more than it runs at once, and each costs 300 bytes."""
+
 
 class ColumnSink(Sink, Protocol):
     """A `Sink` that may be content with having its tokens appended; it need not have these methods."""
 
     @property
     def only_collects(self) -> bool:
-        """Whether `token_place` is worth asking for."""
+        """Whether `token_place` is worth asking for; that never changes."""
         ...
 
     def token_place(self, version: str | None) -> TokenPlace | None:
@@ -63,7 +66,6 @@ class ColumnSink(Sink, Protocol):
 class TokenPlace(NamedTuple):
     """Where to append what `Sink.add_tokens` would append for one token and its time."""
 
-    sink: ColumnSink
     add_token: Callable[[int], None]
     add_time: Callable[[float], None]
     """Not called for a message without a time."""
@@ -114,8 +116,9 @@ class TokenColumns:
     def __init__(self, requests: Mapping[str, Sink]) -> None:
         """``requests`` are all that the engine has."""
         self.fewest_rows = FEWEST_ROWS
+        self.most_members = MOST_MEMBERS
         self._requests = requests
-        self._waiting: dict[str, ColumnSink] = {}
+        self._collecting = 0  # requests that are members or may become some
         self.places: dict[bytes, TokenPlace] = {}
         """The members, by their packed ids."""
         self._version: str | None = None
@@ -126,14 +129,14 @@ class TokenColumns:
 
     def add(self, sink: Sink) -> None:
         """Note a request that may become a member."""
-        if getattr(sink, "only_collects", False):
-            self._waiting[sink.request_id] = sink  # type: ignore[assignment]
+        self._collecting += _only_collects(sink)
 
-    def remove(self, request_id: str) -> None:
-        """Forget a request, if it is here."""
-        if self._waiting.pop(request_id, None) is None and self.places:
+    def remove(self, sink: Sink) -> None:
+        """Forget a request that is over."""
+        self._collecting -= _only_collects(sink)
+        if self.places:
             self._line_up = None
-            self.places.pop(pack_id(request_id), None)
+            self.places.pop(pack_id(sink.request_id), None)
 
     # Row by row ---------------------------------------------------------------------------------
 
@@ -142,24 +145,26 @@ class TokenColumns:
         self._line_up = None
         if version is not None and version != self._version:
             self._version = version
-            self._waiting.update({p.sink.request_id: p.sink for p in self.places.values()})
             self.places.clear()
 
     def admit(self, rows: Sequence[Any]) -> None:
         """Make members of those who can be now, after rows of theirs were handled one by one."""
-        waiting = self._waiting
-        if not waiting:
-            return
+        most = min(self._collecting, self.most_members)
         for row in rows:
-            request_id = row_request_id(row)
-            if request_id in waiting:
-                place = waiting[request_id].token_place(self._version)
-                if place is not None:
-                    del waiting[request_id]
-                    self._line_up = None
-                    packed_id = pack_id(request_id)
-                    self.places[packed_id] = place
-                    self._learn(row, len(packed_id))
+            if len(self.places) >= most:
+                return
+            sink = self._requests.get(row_request_id(row) or "")
+            if sink is not None and _only_collects(sink):
+                self._admit(cast("ColumnSink", sink), row)
+
+    def _admit(self, sink: ColumnSink, row: list[Any]) -> None:
+        packed_id = pack_id(sink.request_id)
+        if packed_id not in self.places:
+            place = sink.token_place(self._version)
+            if place is not None:
+                self._line_up = None
+                self.places[packed_id] = place
+                self._learn(row, len(packed_id))
 
     def _learn(self, row: list[Any], id_size: int) -> None:
         """Look for rows like this one, and with ids like this one's, in the next messages."""
@@ -178,7 +183,7 @@ class TokenColumns:
     def _are_most_members(self) -> bool:
         """Whether there are members, and no more requests that cannot become any."""
         members = len(self.places)
-        return members > 0 and 2 * members + len(self._waiting) >= len(self._requests)
+        return members > 0 and members + self._collecting >= len(self._requests)
 
     def append(self, found: BareRows) -> bool:
         """Append the tokens of members; whether the message could be taken so.
@@ -211,7 +216,7 @@ class TokenColumns:
             places = list(filter(None, places))
         if not places or len(distinct) < len(packed_ids):
             return None
-        _, add_token, add_time, held, room = zip(*places, strict=True)
+        add_token, add_time, held, room = zip(*places, strict=True)
         self._left = min(map(operator.sub, room, map(len, held)))
         if self._left <= 0:
             self._remove_full()
@@ -228,6 +233,10 @@ class TokenColumns:
         for packed_id, place in list(self.places.items()):
             if len(place.held) >= place.room:
                 del self.places[packed_id]
+
+
+def _only_collects(sink: Sink) -> bool:
+    return getattr(sink, "only_collects", False)
 
 
 def _call_each(functions: Iterable[Callable[[T], None]], arguments: Iterable[T]) -> None:

@@ -129,7 +129,7 @@ class Engine:
         """Forget a request that is over, or another engine's now; gives its sink."""
         self.added_since_stats.discard(request_id)
         sink = self.requests.pop(request_id)
-        self.columns.remove(request_id)
+        self.columns.remove(sink)
         if not self.requests:
             self.has_moved = True
         return sink

@@ -173,7 +173,7 @@ class Collector:
         if self._first_token_time is None or not is_noted:
             return None
         held = self._token_ids
-        return TokenPlace(self, held.append, self._times.append, held, self._room)
+        return TokenPlace(held.append, self._times.append, held, self._room)
 
     def add_raw_logprobs(
         self,

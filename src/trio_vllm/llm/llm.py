@@ -76,14 +76,17 @@ class Generation:
 
     async def wait_due(self) -> Collector | None:
         """Wait until some completion has a delivery; None when all have ended."""
-        await self._wait_for_change()
-        while True:
-            if due := self._next_due():
-                return due
+        # Each coroutine that is entered here is paid for with each token of a stream.
+        if self._has_changed():
+            await trio.lowlevel.checkpoint()
+        else:
+            await self._waker.wait()
+        while (due := self._next_due()) is None:
             self._raise_error()
             if self._has_ended():
                 return None
             await self._waker.wait()
+        return due
 
     def _next_due(self) -> Collector | None:
         """Choose in turn: with a slow caller the first completion might always be due."""
@@ -107,13 +110,6 @@ class Generation:
             while not collector.finished:
                 self._raise_error()
                 await self._waker.wait()
-
-    async def _wait_for_change(self) -> None:
-        """Wait until there may be a delivery, an end or an error; a checkpoint if there is one."""
-        if self._has_changed():
-            await trio.lowlevel.checkpoint()
-        else:
-            await self._waker.wait()
 
     def _has_changed(self) -> bool:
         # A loop and no generator: a stream's reader looks here for each token.
