@@ -451,13 +451,11 @@ class Collector:
         return min(max(cached, 0), self._prompt_tokens) if type(cached) is int else None
 
     def _weight_versions(self) -> tuple[WeightVersionSpan, ...]:
-        ends = [*[start for start, _ in self._spans[1:]], self._delivered_count]
-        return tuple(
-            [
-                WeightVersionSpan(start=start, end=end, version=version)
-                for (start, version), end in zip(self._spans, ends, strict=False)
-            ]
-        )
+        spans, end = [], self._delivered_count
+        for start, version in reversed(self._spans):
+            spans.append(WeightVersionSpan(start=start, end=end, version=version))
+            end = start
+        return tuple(reversed(spans))
 
 
 def _has_details(output: EngineCoreOutput) -> bool:
