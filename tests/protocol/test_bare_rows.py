@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trio_vllm.protocol import (
@@ -76,7 +76,6 @@ OTHER_ROWS = st.sampled_from(
 ROWS = st.builds(row, st.sampled_from(["abc", "xyz", "\u00e9x"]), st.integers(0, 2**32 - 1))
 
 
-@settings(deadline=None)
 @given(
     rows=st.lists(st.one_of(ROWS, ROWS, ROWS, OTHER_ROWS), max_size=30),
     stats=st.sampled_from([None, None, {"a": 1}, LOOKALIKE, [row("abc", 1)]]),
