@@ -39,9 +39,8 @@ from bench.measure_engine import (
 from bench.measure_load import (
     measure_engines,
     measure_load,
-    measure_logprobs,
     measure_round_trip,
-    measure_streams,
+    measure_rows,
 )
 from bench.report import TOLERANCE, markdown, plot, regressions, table, write_json
 from bench.turns import FULL, QUICK, Effort
@@ -58,8 +57,7 @@ BENCHMARKS: dict[str, Callable[[Effort], list[Figure]]] = {
     "idle": measure_idle,
     "engine-memory": measure_engine_memory,
     "load": measure_load,
-    "logprobs": measure_logprobs,
-    "streams": measure_streams,
+    "rows": measure_rows,
     "engines": measure_engines,
     "round-trip": measure_round_trip,
     "dispatch": measure_dispatch,

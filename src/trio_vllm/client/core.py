@@ -739,7 +739,7 @@ class FrontendCore:
                 return
         self._receive_rest(engine, batch, now)
 
-    # Rows -----------------------------------------------------------------------------------------
+    # Rows ---------------------------------------------------------------------------------------
 
     def _receive_one_by_one(self, engine: Engine, rows: list[Any], batch: UndecodedBatch) -> None:
         """Hand over rows that are not taken by columns."""
@@ -866,7 +866,7 @@ class FrontendCore:
         if output.finish_reason in _SESSION_ENDS:
             engine.sessions.discard(output.request_id)
 
-    # What comes besides rows ----------------------------------------------------------------------
+    # What comes besides rows --------------------------------------------------------------------
 
     def _receive_rest(self, engine: Engine, batch: UndecodedBatch, now: float) -> None:
         """Take in what a batch has besides rows."""
@@ -951,7 +951,7 @@ class FrontendCore:
         else:
             self._waves.lose_coordinator(now)
 
-    # Engines that are lost ------------------------------------------------------------------------
+    # Engines that are lost ----------------------------------------------------------------------
 
     def disconnected(
         self, now: float, *, engine_index: int | None = None, connection: int | None = None
