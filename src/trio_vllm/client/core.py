@@ -204,6 +204,7 @@ class FrontendCore:
         """Why no request is served any more; the first reason is kept."""
         self.ended_count = 0
         """Requests that had a last output so far: for each a task may have been woken."""
+        self.ended_at_once = ENDED_AT_ONCE
         self._engines = EngineTable(ready_responses)
         self._connections = EngineConnections(ready_responses)
         self._utility_calls = UtilityCallTable()
@@ -464,7 +465,7 @@ class FrontendCore:
     ) -> Iterator[None]:
         """End those that are still in flight; yields whenever others should have a turn."""
         for number, sink in enumerate(sinks):
-            if number and not number % ENDED_AT_ONCE:
+            if number and not number % self.ended_at_once:
                 yield
             engine = self._engines.by_index[sink.engine_index]
             if engine.requests.get(sink.request_id) is sink:
