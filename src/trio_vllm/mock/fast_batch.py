@@ -32,11 +32,13 @@ from trio_vllm.mock.request import Request
 from trio_vllm.protocol import Buffer
 
 FIRST_CAPACITY = 4
+"""Rows of a new block: few, since there may be one for each length of ids."""
 FIRST_WIDTH = 16
 """Steps drawn ahead while requests come and go; what is drawn for one that leaves is wasted."""
 FIRST_BYTES = 1024
 """What these take for a row at most."""
 MAX_WIDTH = 512
+"""Steps drawn ahead when none comes or goes; more would make a refill a pause and cost hardly less."""
 
 Cells = TokenCells | LogprobCells
 """What changes in a row from step to step."""
