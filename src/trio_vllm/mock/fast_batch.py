@@ -38,7 +38,7 @@ FIRST_WIDTH = 16
 FIRST_BYTES = 1024
 """What these take for a row at most."""
 MAX_WIDTH = 512
-"""Steps drawn ahead when none comes or goes; more would make a refill a pause and cost hardly less."""
+"""Steps drawn ahead at most: with so many the call of numpy costs next to nothing for each."""
 
 Cells = TokenCells | LogprobCells
 """What changes in a row from step to step."""
