@@ -9,7 +9,12 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 from trio.testing import MockClock
+
+# How long an example may take would depend on what else the machine does.
+settings.register_profile("without deadline", deadline=None)
+settings.load_profile("without deadline")
 
 MARK = "TRIO_VLLM_TESTS_MARK"
 

@@ -171,49 +171,81 @@ def load_figures(
     ]
 
 
+def measure_rows(effort: Effort) -> list[Figure]:
+    """Log probabilities, and messages of one row, next to vLLM's own client."""
+    with ours(step_engine()) as worker, theirs(step_engine()) as yardstick:
+        return [
+            *logprobs_figures(effort, worker, yardstick),
+            *prompt_logprobs_figures(effort, worker, yardstick),
+            *single_row_figures(effort, worker, yardstick),
+        ]
+
+
 LOGPROBS = (0, 1, 5)
+LOGPROBS_QUICKLY = (1,)
 LOGPROBS_TOKENS = 64
+LOGPROBS_SECONDS = 1.0
+
+
+def logprobs_figures(effort: Effort, worker: Worker, yardstick: Worker | None) -> list[Figure]:
+    """Tokens with log probabilities, next to those of vLLM's client, and to the same without."""
+    figures: list[Figure] = []
+    plain: Order = {
+        "task": "generate",
+        "concurrency": CONCURRENCY,
+        "seconds": LOGPROBS_SECONDS * effort.scale,
+        "max_tokens": LOGPROBS_TOKENS,
+    }
+    for count in LOGPROBS_QUICKLY if effort.is_quick else LOGPROBS:
+        name, order = f"generate 64 tokens, logprobs={count}", {**plain, "logprobs": count}
+        turns = [(worker, order), (worker, plain)]
+        turns += [(yardstick, order)] if yardstick else []
+        loads, without, *others = in_turns(
+            effort, *(functools.partial(put_on, *turn, LOGPROBS_TOKENS) for turn in turns)
+        )
+        compared = others[0] if others else []
+        figures += [
+            cpu_figure(name, loads, compared, ASYNC_LLM, Target(0.15, "ratio")),
+            cpu_figure(f"{name}, again", loads, without, "without", Target(2.5, "ratio")),
+        ]
+    return figures
+
+
 PROMPT_LENGTH = 4000
 PROMPT_CONCURRENCY = 16
 
 
-def measure_logprobs(effort: Effort) -> list[Figure]:
-    """Log probabilities, next to vLLM's own client, and to the same tokens without them."""
-    figures: list[Figure] = []
-    seconds = 1.0 * effort.scale
-    plain = {"task": "generate", "concurrency": CONCURRENCY, "seconds": seconds}
-    plain["max_tokens"] = LOGPROBS_TOKENS
-    with ours(step_engine()) as worker, theirs(step_engine()) as yardstick:
-        for count in LOGPROBS:
-            name, order = f"generate 64 tokens, logprobs={count}", {**plain, "logprobs": count}
-            turns = [(worker, order), (worker, plain)]
-            turns += [(yardstick, order)] if yardstick else []
-            loads, without, *others = in_turns(
-                effort, *(functools.partial(put_on, *turn, LOGPROBS_TOKENS) for turn in turns)
-            )
-            compared = others[0] if others else []
-            figures += [
-                cpu_figure(name, loads, compared, ASYNC_LLM, Target(0.15, "ratio")),
-                cpu_figure(f"{name}, again", loads, without, "without", Target(2.5, "ratio")),
-            ]
-        order = {**plain, "concurrency": PROMPT_CONCURRENCY, "max_tokens": 1}
-        order |= {"prompt_length": PROMPT_LENGTH, "prompt_logprobs": 1}
-        of_prompts = both(effort, order, worker, yardstick, PROMPT_LENGTH)
+def prompt_logprobs_figures(
+    effort: Effort, worker: Worker, yardstick: Worker | None
+) -> list[Figure]:
+    """Log probabilities of long prompts."""
+    order: Order = {
+        "task": "generate",
+        "concurrency": PROMPT_CONCURRENCY,
+        "seconds": LOGPROBS_SECONDS * effort.scale,
+        "max_tokens": 1,
+        "prompt_length": PROMPT_LENGTH,
+        "prompt_logprobs": 1,
+    }
+    loads = both(effort, order, worker, yardstick, PROMPT_LENGTH)
     name = "generate, prompts of 4,000 tokens, prompt_logprobs=1"
-    return [*figures, cpu_figure(name, *of_prompts, ASYNC_LLM, Target(0.15, "ratio"))]
+    return [cpu_figure(name, *loads, ASYNC_LLM, Target(0.15, "ratio"))]
 
 
 STREAMS = 1024
 STREAM_TOKENS = 32
 
 
-def measure_streams(effort: Effort) -> list[Figure]:
-    """1,024 streams where each message has the token of one, next to vLLM's own client."""
-    engine = step_engine("--rows", "1")
-    order = {"task": "stream", "concurrency": STREAMS, "seconds": 2.0 * effort.scale}
-    order["max_tokens"] = STREAM_TOKENS
-    with ours(engine) as worker, theirs(engine) as yardstick:
-        loads = both(effort, order, worker, yardstick, STREAM_TOKENS)
+def single_row_figures(effort: Effort, worker: Worker, yardstick: Worker | None) -> list[Figure]:
+    """1,024 streams where each message has the token of one."""
+    order: Order = {
+        "task": "stream",
+        "concurrency": STREAMS,
+        "seconds": 2.0 * effort.scale,
+        "max_tokens": STREAM_TOKENS,
+        "extra_args": {"is_alone": True},
+    }
+    loads = both(effort, order, worker, yardstick, STREAM_TOKENS)
     return load_figures("1,024 streams, a token a message", *loads, Target(10, "ratio"))
 
 
@@ -231,7 +263,7 @@ def measure_engines(effort: Effort) -> list[Figure]:
     rows, seconds = effort.part(ROWS), 4.0 * effort.scale
     figures: list[Figure] = []
     for count in ENGINES:
-        if count > MOST_QUICKLY and effort.scale < 1:
+        if count > MOST_QUICKLY and effort.is_quick:
             continue
         # As many rows a second from all together: the engines share the machine with the client.
         interval = count / ENGINES[0] / MESSAGES * rows / ROWS

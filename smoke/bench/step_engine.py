@@ -1,16 +1,15 @@
 """Engine cores that answer like vLLM's: a step gives each request a token, in one message.
 
-``python -m bench.step_engine ADDRESS [--engines N] [--interval SECONDS] [--rows N]``. What they write is
-packed when a request comes, so that they cost little next to who reads it. With an interval each makes a
-step so often, one after the other; without, the only one makes them as fast as it can. With ``--rows`` a
-message has so many rows at most.
+``python -m bench.step_engine ADDRESS [--engines N] [--interval SECONDS]``. What they write is packed when
+a request comes, so that they cost little next to who reads it. With an interval each makes a step so
+often, one after the other; without, the only one makes them as fast as it can. A request with `ALONE` among
+its ``extra_args`` gets messages of its own.
 """
 
 import argparse
 import dataclasses
 import functools
 import struct
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +32,8 @@ from trio_vllm.protocol import (
     encode_outputs,
 )
 
+ALONE = "is_alone"
+
 
 @dataclasses.dataclass
 class Request:
@@ -44,6 +45,8 @@ class Request:
     last: bytes
     left: int
     """Tokens."""
+    is_alone: bool
+    """Whether its rows have messages of their own."""
 
     def take_frames(self) -> list[bytes]:
         """The row of its next token, and its auxiliary frames."""
@@ -55,10 +58,9 @@ class Request:
 class Engine:
     """One of them: its sockets and its requests."""
 
-    def __init__(self, address: str, index: int, rows: int) -> None:
+    def __init__(self, address: str, index: int) -> None:
         self._index = index
         self._requests, self._outputs = join(address, index)
-        self._rows = rows
         self._running: dict[str, Request] = {}
         batch = RequestBatchOutputs(engine_index=index, weight_version="default")
         no_rows_at_time_0 = b"\x90\xc0\xcb" + bytes(8)
@@ -84,16 +86,16 @@ class Engine:
         self._outputs.send_multipart(encode(answer))
 
     def step(self) -> None:
-        """Give each request a token; one with auxiliary frames has its message alone."""
+        """Give each request a token; a row with auxiliary frames has its message alone."""
         rows = []
         for request in self._running.values():
             row, *aux = request.take_frames()
-            if aux:
+            if aux or request.is_alone:
                 self._send([row], aux)
             else:
                 rows.append(row)
-        for start in range(0, len(rows), self._rows):
-            self._send(rows[start : start + self._rows])
+        if rows:
+            self._send(rows)
         self._running = {name: r for name, r in self._running.items() if r.left}
 
     def _send(self, rows: list[bytes], aux: Sequence[bytes] = ()) -> None:
@@ -119,7 +121,8 @@ def packed_request(request: list[Any]) -> Request:
         return row.replace(placeholder.encode(), name.encode(), 1)
 
     row, *aux = first
-    return Request([own(row), *aux], own(others), own(last), params["max_tokens"])
+    is_alone = ALONE in (params.get("extra_args") or ())
+    return Request([own(row), *aux], own(others), own(last), params["max_tokens"], is_alone)
 
 
 @functools.cache
@@ -164,11 +167,8 @@ def main() -> None:
     parser.add_argument("address")
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--interval", type=float)
-    parser.add_argument("--rows", type=int, default=sys.maxsize)
     arguments = parser.parse_args()
-    engines = [
-        Engine(arguments.address, index, arguments.rows) for index in range(arguments.engines)
-    ]
+    engines = [Engine(arguments.address, index) for index in range(arguments.engines)]
     if arguments.interval is None:
         while True:
             engines[0].take_requests(None)

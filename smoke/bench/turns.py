@@ -19,6 +19,11 @@ class Effort:
     scale: float
     """How much of the full load a sample has."""
 
+    @property
+    def is_quick(self) -> bool:
+        """Whether what takes long and tells little is left out."""
+        return self.scale < 1
+
     def times(self, factor: int) -> "Effort":
         """More samples, where these are cheap."""
         return dataclasses.replace(self, rounds=self.rounds * factor)

@@ -60,7 +60,7 @@ def prompt(length: int) -> dict[str, list[int]]:
     return {"prompt_token_ids": list(range(1, length + 1))}
 
 
-def sampling(task: str, **asked: int) -> SamplingParams:
+def sampling(task: str, **asked: Any) -> SamplingParams:
     """What is asked for, without text."""
     return SamplingParams(ignore_eos=True, detokenize=False, output_kind=KINDS[task], **asked)
 
@@ -87,7 +87,7 @@ async def keep_busy(
     concurrency: int,
     seconds: float,
     prompt_length: int = PROMPT_LENGTH,
-    **asked: int,
+    **asked: Any,
 ) -> dict[str, Any]:
     """Keep ``concurrency`` requests in flight, and start no more after ``seconds``."""
     wanted, params = prompt(prompt_length), sampling(task, **asked)

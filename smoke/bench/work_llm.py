@@ -6,7 +6,7 @@ It keeps a number of requests in flight for some seconds, or sends one after the
 import itertools
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import attrs
@@ -42,10 +42,14 @@ def request(
     prompt_length: int = PROMPT_LENGTH,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
+    extra_args: Mapping[str, Any] | None = None,
 ) -> GenerateRequest:
     """Always the same for the same arguments."""
     params = SamplingParams(
-        max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        extra_args=extra_args,
     )
     prompt = list(range(1, prompt_length + 1))
     return GenerateRequest(prompt_token_ids=prompt, sampling_params=params)
@@ -80,7 +84,7 @@ async def keep_busy(
     *,
     concurrency: int,
     seconds: float,
-    **asked: int,
+    **asked: Any,
 ) -> dict[str, Any]:
     """Keep ``concurrency`` requests in flight, and start no more after ``seconds``."""
     wanted = request(**asked)

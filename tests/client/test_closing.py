@@ -8,7 +8,6 @@ from tests.client.world import make_output, make_request, open_world
 from trio.testing import MockClock, assert_checkpoints, wait_all_tasks_blocked
 
 from trio_vllm.client import OutputStream
-from trio_vllm.client import core as core_module
 from trio_vllm.errors import ClientClosedError, EngineDeadError, InternalError
 from trio_vllm.protocol import ENGINE_CORE_DEAD, FinishReason
 
@@ -156,13 +155,14 @@ async def test_a_bug_in_a_task_surfaces_once_as_such() -> None:
 
 
 @pytest.mark.parametrize("how", ["abort", "abort all", "death", "close", "leave"])
-async def test_many_requests_end_some_at_a_time(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_requests_end_some_at_a_time(how: str) -> None:
     """Others have their turns meanwhile; the engine is told of all, and who was left meanwhile hears nothing."""
-    monkeypatch.setattr(core_module, "ENDED_AT_ONCE", 4)
     streams = [OutputStream(f"r{number}") for number in range(100)]
     counts = list[int]()
     async with trio.open_nursery() as nursery:
         async with open_world() as world:
+            core = world.client.driver.core
+            core.ended_at_once = 4
             for stream in streams:
                 world.client.driver.submit(make_request(stream.request_id), stream)
             await wait_all_tasks_blocked()
@@ -174,7 +174,6 @@ async def test_many_requests_end_some_at_a_time(how: str, monkeypatch: pytest.Mo
                     counts.append(core.in_flight_count)
                     await trio.lowlevel.checkpoint()
 
-            core = world.client.driver.core
             if how == "abort":
                 world.client.abort([stream.request_id for stream in streams])
             elif how == "abort all":

@@ -260,7 +260,7 @@ def play_out(actions: Sequence[Sequence[Any]], chunk_size: int, *, leads: bool) 
     play.check_end()
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(
     actions=st.lists(ACTIONS, max_size=40), chunk_size=st.sampled_from([1, 3]), leads=st.booleans()
 )

@@ -325,7 +325,7 @@ def messages(draw: st.DrawFn) -> dict[str, Any]:
 ABORTS = st.lists(st.sampled_from(ALL_IDS), max_size=2)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     steps=st.lists(st.tuples(messages(), ABORTS), min_size=1, max_size=6),
     limits=st.lists(st.sampled_from([3, 4, 6, 100]), min_size=len(ALL_IDS), max_size=len(ALL_IDS)),

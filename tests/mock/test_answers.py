@@ -157,7 +157,7 @@ REQUESTS = st.lists(
     chunk_size=st.sampled_from([1, 1, 3]),
     schedule=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_all_paths_agree(
     requests: list[tuple[Any, ...]], output: str, chunk_size: int, *, schedule: bool
 ) -> None:

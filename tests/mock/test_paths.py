@@ -101,7 +101,7 @@ def comparable(driver: Driver) -> list[Any]:
     has_coordinator=st.booleans(),
     lengths=st.sampled_from([{}, {"output_tokens_mean": 8.0}]),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_both_paths_send_the_same(
     actions: list[tuple[Any, ...]],
     chunk_size: int,
@@ -143,7 +143,7 @@ MANY = st.tuples(st.just("many"), st.integers(2, 40), st.integers(1, 60))
     num_gpu_blocks=st.sampled_from([30, 1000]),
     times=st.sampled_from([{}, {"step_time": 2.5}, {"inter_token_latency": 2.5}]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_both_paths_of_a_schedule_send_the_same(
     actions: list[tuple[Any, ...]],
     seats_and_budget: tuple[int, int],
@@ -181,7 +181,7 @@ def test_both_paths_of_a_schedule_send_the_same(
     vocab_size=st.sampled_from([32, 70_000]),
     client_count=st.integers(1, 2),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_several_steps_at_once_send_the_same(
     actions: list[tuple[Any, ...]], chunk_size: int, vocab_size: int, client_count: int
 ) -> None:
@@ -211,7 +211,7 @@ def test_several_steps_at_once_send_the_same(
     has_events=st.booleans(),
     has_coordinator=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_several_steps_of_a_schedule_at_once_are_those_of_the_scheduler(
     actions: list[tuple[Any, ...]],
     seats_and_budget: tuple[int, int],
@@ -266,7 +266,7 @@ def test_several_steps_of_a_schedule_at_once_are_those_of_the_scheduler(
     has_events=st.booleans(),
     delay=st.sampled_from([0.0, 0.004, 0.3]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_both_paths_of_requests_with_their_own_times_send_the_same(
     actions: list[tuple[Any, ...]],
     seats_and_budget: tuple[int, int],

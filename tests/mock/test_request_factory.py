@@ -58,7 +58,7 @@ USUAL_OR_NOT = st.fixed_dictionaries(
         ]
     ),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_usual_requests_are_made_as_any_others_are(
     params: dict[str, Any],
     prompt_len: int | None,

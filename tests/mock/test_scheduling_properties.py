@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.mock.replay import Json, OracleReplay
 
@@ -95,7 +95,6 @@ def run(options: Json, operations: list[tuple[Any, ...]], *, fast_path: bool) ->
     return replay
 
 
-@settings(deadline=None)
 @given(engine_settings(), OPERATIONS)
 def test_all_requests_end_and_all_blocks_come_back(
     options: Json, operations: list[tuple[Any, ...]]

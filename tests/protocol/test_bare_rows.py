@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trio_vllm.protocol import (
+    bare_row_pattern,
     decode_outputs_lazily,
     find_bare_rows,
     pack_id,
-    row_pattern,
     unpack_id,
 )
-from trio_vllm.protocol.bare_rows import _MARK
 from trio_vllm.protocol.msgpack import pack
 from trio_vllm.protocol.output import UndecodedBatch
+from trio_vllm.protocol.row_patterns import MARK
 
 REST = [None] * 11 + [0] + [None] * 5
 
@@ -27,7 +27,7 @@ def row(request_id: str, token: int) -> list[Any]:
     return [request_id, [token], *REST]
 
 
-PATTERN = row_pattern(row("abc", 1), frozenset([4]))
+PATTERN = bare_row_pattern(row("abc", 1), frozenset([4]))
 LOOKALIKE = pack(row("xyz", 7))
 
 
@@ -69,14 +69,13 @@ OTHER_ROWS = st.sampled_from(
         [],
         5,
         LOOKALIKE,
-        _MARK,
+        MARK,
         None,
     ]
 )
 ROWS = st.builds(row, st.sampled_from(["abc", "xyz", "\u00e9x"]), st.integers(0, 2**32 - 1))
 
 
-@settings(deadline=None)
 @given(
     rows=st.lists(st.one_of(ROWS, ROWS, ROWS, OTHER_ROWS), max_size=30),
     stats=st.sampled_from([None, None, {"a": 1}, LOOKALIKE, [row("abc", 1)]]),
@@ -106,7 +105,7 @@ def test_others_are_left(count: int) -> None:
     [
         message([["abc", [1], *REST[:-1], LOOKALIKE]]),
         message([row("abc", 1)], LOOKALIKE),
-        message([_MARK, row("abc", 1)]),
+        message([MARK, row("abc", 1)]),
         message([row("abc", 1)], index=200),
         message([]),
         [b"\x99\x00\x91" + LOOKALIKE],
@@ -125,7 +124,7 @@ def test_ids(length: int) -> None:
     """They are found whatever their length, and come out as they were."""
     request_id = "x" * length
     packed_id = pack_id(request_id)
-    pattern = row_pattern(row(request_id, 1), frozenset([len(packed_id)]))
+    pattern = bare_row_pattern(row(request_id, 1), frozenset([len(packed_id)]))
     assert pattern is not None
     found = find_bare_rows(message([row(request_id, 1)]), pattern, 1)
 
@@ -142,4 +141,4 @@ def test_what_is_no_id(packed: bytes) -> None:
 @pytest.mark.parametrize("fields", [["abc", [1, 2], *REST], ["abc", [1], 5, *REST[1:]], ["abc"], 5])
 def test_no_pattern_of_other_rows(fields: Any) -> None:
     """It is made of a bare row with one token."""
-    assert row_pattern(fields, frozenset([4])) is None
+    assert bare_row_pattern(fields, frozenset([4])) is None

@@ -30,7 +30,8 @@ from trio_vllm.protocol import (
     logprobs_pattern,
     unpacked_row,
 )
-from trio_vllm.protocol.logprob_rows import FEWEST, MOST, MOST_BYTES, PACKED_MARK
+from trio_vllm.protocol.logprob_rows import FEWEST, MOST, MOST_BYTES
+from trio_vllm.protocol.row_patterns import PACKED_MARK
 
 IDS = ("r", "request-7", "", "x" * 31, "x" * 32, "y" * 255, "z" * 256, "é", "a\x01b")
 

@@ -25,12 +25,12 @@ import attrs
 
 from trio_vllm.client.streams import Sink
 from trio_vllm.protocol import (
+    BareRowPattern,
     BareRows,
     Frames,
-    RowPattern,
+    bare_row_pattern,
     find_bare_rows,
     pack_id,
-    row_pattern,
     row_request_id,
     unpack_id,
 )
@@ -123,7 +123,7 @@ class TokenColumns:
         """The members, by their packed ids."""
         self._version: str | None = None
         self._id_sizes: frozenset[int] = frozenset()
-        self._pattern: RowPattern | None = None
+        self._pattern: BareRowPattern | None = None
         self._line_up: _LineUp | None = None
         self._left = 0  # messages that fit into the fullest member of the line-up
 
@@ -170,7 +170,7 @@ class TokenColumns:
         """Look for rows like this one, and with ids like this one's, in the next messages."""
         if id_size not in self._id_sizes:
             self._id_sizes |= {id_size}
-        self._pattern = row_pattern(row, self._id_sizes) or self._pattern
+        self._pattern = bare_row_pattern(row, self._id_sizes) or self._pattern
 
     # Column by column ---------------------------------------------------------------------------
 

@@ -10,8 +10,17 @@ calls the driver looks at
   all that is submitted or aborted in one go costs one wake-up, and reaches an engine before its next
   step. A message that finds its engine gone is given back with `undeliverable`;
 * `coordination_sends`: messages of the data-parallel waves;
-* `has_endings`: whether more requests have to end than others can wait for; `end_some` ends the next.
+* `has_endings`: whether more requests have to end than others can wait for; `end_some` ends the next;
 * `failure`: if it is set, no request is served any more.
+
+The rows of a message take the first of these ways that is theirs: the requests that only collect tokens
+get these by columns, without any Python per row (`TokenColumns`); rows that hold but tokens, or a token with
+log probabilities, are handed over as they were unpacked; of all others an `EngineCoreOutput` is made, and
+checked against what was asked. Whichever it is, a sink gets the same.
+
+What takes longer than others can wait is done in slices: large messages in `receive_in_pieces`, and the
+ends of many requests, as by the death of an engine, in `end_some`. A request that waits for its end is in
+flight until then.
 
 Outputs and results go to the object that the caller passed in with the request or the call, which
 also wakes the caller's task (`Sink`, `Wakeable`).
@@ -105,6 +114,9 @@ _log = logging.getLogger("trio_vllm.client")
 StatsListener = Callable[[int, SchedulerStats], None]
 """Is called with an engine's index and its statistics."""
 
+ResultsListener = Callable[[str, Sequence[Any], Mapping[int, Any]], None]
+"""Is called with the method and the arguments of a utility call, and its results by engine index."""
+
 SMALL = 8 * 1024
 """Bytes of a message that takes no longer than others can wait: less than a millisecond."""
 
@@ -116,9 +128,6 @@ COLUMNS_AT_ONCE = 128 * 1024
 
 ENDED_AT_ONCE = 512
 """Requests that are ended without a turn for others: some 2 ms, and ten times that in their callers."""
-
-ResultsListener = Callable[[str, Sequence[Any], Mapping[int, Any]], None]
-"""Is called with the method and the arguments of a utility call, and its results by engine index."""
 
 FRAMES_WITHOUT_ARRAYS = 2
 """Those of an ADD: its type and its payload. Others are arrays."""
@@ -195,6 +204,7 @@ class FrontendCore:
         """Why no request is served any more; the first reason is kept."""
         self.ended_count = 0
         """Requests that had a last output so far: for each a task may have been woken."""
+        self.ended_at_once = ENDED_AT_ONCE
         self._engines = EngineTable(ready_responses)
         self._connections = EngineConnections(ready_responses)
         self._utility_calls = UtilityCallTable()
@@ -455,7 +465,7 @@ class FrontendCore:
     ) -> Iterator[None]:
         """End those that are still in flight; yields whenever others should have a turn."""
         for number, sink in enumerate(sinks):
-            if number and not number % ENDED_AT_ONCE:
+            if number and not number % self.ended_at_once:
                 yield
             engine = self._engines.by_index[sink.engine_index]
             if engine.requests.get(sink.request_id) is sink:
@@ -655,6 +665,15 @@ class FrontendCore:
         self._receive_rest(engine, batch, now)
         return True
 
+    def _find_logprobs(self, engine: Engine, frames: Frames) -> UndecodedBatch | None:
+        """Decode a message with rows like those with log probabilities before; None if it has none."""
+        if engine.logprobs_pattern is None:
+            return None
+        batch = find_logprob_rows(frames, engine.logprobs_pattern)
+        if batch is None:
+            engine.logprobs_pattern = None
+        return batch
+
     def receive_in_pieces(
         self, frames: Frames, connection: int | None, now: float
     ) -> Iterator[None]:
@@ -721,12 +740,7 @@ class FrontendCore:
                 return
         self._receive_rest(engine, batch, now)
 
-    def _receive_rest(self, engine: Engine, batch: UndecodedBatch, now: float) -> None:
-        """Take in what a batch has besides rows."""
-        if batch.finished_requests:
-            self._receive_finished(engine, batch.finished_requests)
-        if batch.has_stats:
-            self._receive_stats(engine, batch, now)
+    # Rows ---------------------------------------------------------------------------------------
 
     def _receive_one_by_one(self, engine: Engine, rows: list[Any], batch: UndecodedBatch) -> None:
         """Hand over rows that are not taken by columns."""
@@ -764,15 +778,6 @@ class FrontendCore:
             elif self._receive_logprobs(engine, row, batch):
                 continue
             self._receive_row(engine, row, batch)
-
-    def _find_logprobs(self, engine: Engine, frames: Frames) -> UndecodedBatch | None:
-        """Decode a message with rows like those with log probabilities before; None if it has none."""
-        if engine.logprobs_pattern is None:
-            return None
-        batch = find_logprob_rows(frames, engine.logprobs_pattern)
-        if batch is None:
-            engine.logprobs_pattern = None
-        return batch
 
     def _receive_logprob_rows(self, engine: Engine, rows: list[Any], batch: UndecodedBatch) -> None:
         """Hand over rows of which most are a `LogprobRow`."""
@@ -862,6 +867,15 @@ class FrontendCore:
         if output.finish_reason in _SESSION_ENDS:
             engine.sessions.discard(output.request_id)
 
+    # What comes besides rows --------------------------------------------------------------------
+
+    def _receive_rest(self, engine: Engine, batch: UndecodedBatch, now: float) -> None:
+        """Take in what a batch has besides rows."""
+        if batch.finished_requests:
+            self._receive_finished(engine, batch.finished_requests)
+        if batch.has_stats:
+            self._receive_stats(engine, batch, now)
+
     def _receive_finished(self, engine: Engine, request_ids: list[str]) -> None:
         for request_id in request_ids:
             if request_id in engine.requests:
@@ -938,7 +952,7 @@ class FrontendCore:
         else:
             self._waves.lose_coordinator(now)
 
-    # Ends ---------------------------------------------------------------------------------------
+    # Engines that are lost ----------------------------------------------------------------------
 
     def disconnected(
         self, now: float, *, engine_index: int | None = None, connection: int | None = None

@@ -448,9 +448,7 @@ class Llm:
 
     # What is sent is kept by the client for as long as it may have to send it again. The caller's
     # frame, which lives as long as the request, must not keep it.
-    async def _begin(  # noqa: ASYNC910
-        self, request: GenerateRequest | EncodeRequest, interval: int
-    ) -> Generation:
+    async def _begin(self, request: GenerateRequest | EncodeRequest, interval: int) -> Generation:
         """Find out what the request depends on, and send the engine requests, all or none."""
         driver = self.client.driver
         # What as a rule is no wait is asked for first: each coroutine costs more than the question.
@@ -463,7 +461,7 @@ class Llm:
             await driver.prepare(children[0])
         if driver.has_large_arrays(children[0]):
             children = await driver.own_arrays(children)
-        return self._start(ids, children, interval)
+        return self._start(ids, children, interval)  # noqa: ASYNC910
 
     def _start(
         self, ids: RequestIds, children: Sequence[EngineCoreRequest], interval: int

@@ -287,7 +287,10 @@ ABORTS_AT_ONCE = 64
 """Requests aborted without a turn for others: less than 1 ms, with long contexts in a schedule some 10."""
 
 Chore: TypeAlias = Generator[list[Outgoing], None, list[Outgoing]]
-"""Work in slices, each of which gives what to send, as does the end."""
+"""Work on many requests, in slices; each of these gives what to send, the last one as its result.
+
+For that it is more than the schedulers' generators (`preempt_all`), which have nothing to send.
+"""
 
 PAUSED = Refusal("the engine is paused", "engine_paused", retryable=True)
 DUPLICATE = Refusal("a request with this id is in flight")
@@ -343,7 +346,7 @@ class MockEngine:
         self._wave = Wave(engine_index) if config.lockstep and has_coordinator else None
         self._held: frozenset[int] = frozenset()
         self._chores: deque[Chore] = deque()
-        """What takes longer than others can wait, and goes on in the place of steps."""
+        """Under way or waiting, oldest first; a slice takes the place of a step."""
         self._has_work = False  # it may turn out that nothing is to be done
         self._is_steady = False  # until a message comes, steps make tokens and nothing else
         self._is_shutting_down = False
@@ -726,12 +729,12 @@ class MockEngine:
     # What takes long ----------------------------------------------------------------------------
 
     def _begin_chore(self, chore: Chore) -> list[Outgoing]:
-        """Do something, unless another thing is under way or it takes long; steps do the rest."""
+        """Do the first slice, unless another chore is under way; steps do the others."""
         self._chores.append(chore)
-        return self._go_on() if len(self._chores) == 1 else []
+        return self._do_slice() if len(self._chores) == 1 else []
 
-    def _go_on(self) -> list[Outgoing]:
-        """Do a slice of what is under way."""
+    def _do_slice(self) -> list[Outgoing]:
+        """Do the next slice of the oldest chore."""
         try:
             return next(self._chores[0])
         except StopIteration as end:
@@ -793,9 +796,9 @@ class MockEngine:
         self._scheduler.hold(held)
 
     def step(self, now: float) -> list[Outgoing]:
-        """Make a step, or go on with what takes long; give what to send."""
+        """Make a step, or do a slice of a chore; give what to send."""
         if self._chores:
-            return self._go_on()
+            return self._do_slice()
         self.step_count += 1
         self._stepped_at = now
         if self._is_steady:

@@ -32,11 +32,13 @@ from trio_vllm.mock.request import Request
 from trio_vllm.protocol import Buffer
 
 FIRST_CAPACITY = 4
+"""Rows of a new block: few, since there may be one for each length of ids."""
 FIRST_WIDTH = 16
 """Steps drawn ahead while requests come and go; what is drawn for one that leaves is wasted."""
 FIRST_BYTES = 1024
 """What these take for a row at most."""
 MAX_WIDTH = 512
+"""Steps drawn ahead at most: with so many the call of numpy costs next to nothing for each."""
 
 Cells = TokenCells | LogprobCells
 """What changes in a row from step to step."""
@@ -279,7 +281,7 @@ class ClientBatch:
         self._cells = TokenCells.of(config.vocab_size)
         self._blank_tokens = self._cells.blank(self._chunk_size)
         self._model = model
-        self._columns = 0
+        self._logprob_columns = 0
         self._logprob_cells: dict[int | None, LogprobCells] = {}  # by the number of candidates
         # By the number of candidates, where there are log probabilities (0 for all), and row length.
         self._blocks: dict[tuple[int | None, int], RowBlock] = {}
@@ -433,7 +435,7 @@ class ClientBatch:
         count = request.extras.num_candidates
         cells = self._logprob_cells.get(count)
         if cells is None:
-            cells = LogprobCells(self._source, self._model, self._columns, count)
+            cells = LogprobCells(self._source, self._model, self._logprob_columns, count)
             self._logprob_cells[count] = cells
         return cells
 
@@ -454,9 +456,9 @@ class ClientBatch:
         """The requests that have them."""
         return [m.request for m in self._members.values() if m.request.extras is not None]
 
-    def set_columns(self, columns: int) -> None:
+    def set_logprob_columns(self, columns: int) -> None:
         """Write log probabilities in so many columns from now on."""
-        self._columns = columns
+        self._logprob_columns = columns
         self._logprob_cells.clear()
         blocks = [b for b in self._blocks.values() if isinstance(b.cells, LogprobCells)]
         self._blocks = {key: b for key, b in self._blocks.items() if b not in blocks}
@@ -525,8 +527,8 @@ class FastBatch:
         """Requests, those of held clients too."""
         self.active_count = 0
         """Requests that get tokens in the next step."""
-        self.columns = 0
-        """Of log probabilities: all rows that have them are as wide as the widest request."""
+        self.logprob_columns = 0
+        """All rows with log probabilities are as wide as the widest request wants."""
 
     @property
     def tokens_made(self) -> int:
@@ -539,24 +541,24 @@ class FastBatch:
             return False
         if not request.is_plain:
             return True
-        is_small = self._chunk_size == 1 and self.columns <= MAX_COLUMNS
+        is_small = self._chunk_size == 1 and self.logprob_columns <= MAX_COLUMNS
         return is_small and request.has_logprobs
 
-    def set_columns(self, columns: int) -> list[Request]:
+    def set_logprob_columns(self, columns: int) -> list[Request]:
         """Write log probabilities in so many columns from now on.
 
         Takes out, and gives, the requests that have them if these are too many for this path.
         """
-        if columns == self.columns:
+        if columns == self.logprob_columns:
             return []
-        self.columns = columns
+        self.logprob_columns = columns
         if columns > MAX_COLUMNS:
             leaving = [request for client in self._clients for request in client.with_logprobs()]
             for request in leaving:
                 self.remove(request)
             return leaving
         for client in self._clients:
-            client.set_columns(columns)
+            client.set_logprob_columns(columns)
         self._tidy()
         return []
 

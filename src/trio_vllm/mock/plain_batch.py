@@ -61,14 +61,14 @@ class RowMaker:
         output = EngineCoreOutput(request.request_id)
         return PlainMember(
             request,
-            self.columns_of(extras),
+            self.logprob_columns_of(extras),
             request.emitted,
             output,
             None if request.is_prefilled else self._prefill(request, extras, output),
         )
 
-    def columns_of(self, extras: Extras) -> int:
-        """Of log probabilities, that a request asks for."""
+    def logprob_columns_of(self, extras: Extras) -> int:
+        """How many a request asks for."""
         return self._logprobs.width(extras.logprobs, extras.logprob_token_ids)
 
     def sample(self, member: PlainMember, width: int, count: int | None = None) -> None:
@@ -247,9 +247,9 @@ class PlainBatch:
         is_here = self._members.get(request.request_id) is member  # and not aborted meanwhile
         return is_here and request.client_index not in self._held
 
-    def columns_of(self, request: Request) -> int:
-        """Of log probabilities, that a request asks for."""
-        return self._maker.columns_of(request.extras or _NO_EXTRAS)
+    def logprob_columns_of(self, request: Request) -> int:
+        """How many a request asks for."""
+        return self._maker.logprob_columns_of(request.extras or _NO_EXTRAS)
 
     def remove(self, request: Request) -> None:
         """Take out a member before its end, with the tokens that it has got."""

@@ -269,10 +269,10 @@ class SimulatedScheduler:
         if self._resets_at_end:
             self._resets_at_end = False
             self._resetting = self._scheduler.preempt_all(now)
-            self._is_resetting(now)
+            self._reset_more(now)
 
-    def _is_resetting(self, now: float) -> bool:
-        """Go on with it for a slice; whether there is more."""
+    def _reset_more(self, now: float) -> bool:
+        """Do a slice of what `_reset` began, if it is under way; whether more is left."""
         if self._resetting is None:
             return False
         for _ in self._resetting:
@@ -354,7 +354,7 @@ class SimulatedScheduler:
     def step(self, now: float, builder_for: Callable[[int], MessageBuilder]) -> list[Request]:
         """End the step in hand and begin the next; which requests have finished."""
         finished: list[Request] = []
-        if self._is_resetting(now):
+        if self._reset_more(now):
             return finished
         step, begin = self._in_hand, now
         if step is not None:
@@ -630,7 +630,7 @@ class TimedRequests(SimulatedScheduler):
         if not self.has_work:
             self._is_eager = False
             return finished
-        if self._is_resetting(now):
+        if self._reset_more(now):
             return finished
         if not self._scheduler.has_room() or self._has_chunks:
             self._withhold(self._group.dissolve())

@@ -20,7 +20,7 @@ from trio_vllm.mock.token_rows import Indices, TokenRows
 
 Times = npt.NDArray[np.float64]
 
-NOBODY: Indices = np.zeros(0, np.intp)
+NO_SLOTS: Indices = np.zeros(0, np.intp)
 _FIRST_CAPACITY = 64
 
 
@@ -110,7 +110,7 @@ class TimedGroup:
         return slots[self._seats[slots].argsort()]
 
     def _due(self, now: float) -> Indices:
-        return (self._dues <= now).nonzero()[0] if self.first_due <= now else NOBODY
+        return (self._dues <= now).nonzero()[0] if self.first_due <= now else NO_SLOTS
 
     def _members_at(self, slots: Indices) -> list[Member]:
         return [self._members[slot] for slot in slots.tolist()]

@@ -106,7 +106,7 @@ class UnlimitedScheduler:
         self._unfinished: dict[str, Request] = {}
         self._waiting: dict[str, Request] = {}
         self._on_plain_path: set[str] = set()
-        self._requests_by_columns: Counter[int] = Counter()  # those that run
+        self._requests_by_logprob_columns: Counter[int] = Counter()  # those that run
         self._held: frozenset[int] = frozenset()
         self._clock = StepClock(config.step_interval * config.time_scale)
         self._stats = StatsTemplate(*CHANGING_STATS)
@@ -142,7 +142,7 @@ class UnlimitedScheduler:
     @property
     def is_steady(self) -> bool:
         """Whether the next steps make tokens and nothing else."""
-        is_settled = not self._plain.count and self._columns == self._fast.columns
+        is_settled = not self._plain.count and self._logprob_columns == self._fast.logprob_columns
         is_uneventful = self._preempting is None and not self._can_start
         return is_settled and self._can_step and is_uneventful
 
@@ -183,7 +183,7 @@ class UnlimitedScheduler:
     def _take_out(self, request: Request) -> None:
         if self._waiting.pop(request.request_id, None) is not None:
             return
-        self._forget_columns(request)
+        self._forget_logprob_columns(request)
         if request.request_id in self._on_plain_path:
             self._on_plain_path.discard(request.request_id)
             self._plain.remove(request)
@@ -191,15 +191,15 @@ class UnlimitedScheduler:
             self._fast.remove(request)
 
     @property
-    def _columns(self) -> int:
-        """Of log probabilities, that the widest running request wants."""
-        return max(self._requests_by_columns, default=0)
+    def _logprob_columns(self) -> int:
+        """How many the widest running request wants."""
+        return max(self._requests_by_logprob_columns, default=0)
 
-    def _forget_columns(self, request: Request) -> None:
-        if request.extras is not None and (columns := self._plain.columns_of(request)):
-            self._requests_by_columns[columns] -= 1
-            if not self._requests_by_columns[columns]:
-                del self._requests_by_columns[columns]
+    def _forget_logprob_columns(self, request: Request) -> None:
+        if request.extras is not None and (columns := self._plain.logprob_columns_of(request)):
+            self._requests_by_logprob_columns[columns] -= 1
+            if not self._requests_by_logprob_columns[columns]:
+                del self._requests_by_logprob_columns[columns]
 
     def reset_cache(self, now: float) -> None:
         """Nothing is cached."""
@@ -214,11 +214,11 @@ class UnlimitedScheduler:
 
     def preempt_all(self, now: float) -> None:
         """Let all running requests wait again, before those that are waiting; steps go on with many."""
-        self._preempting = self._preempt_some(now)
-        self._is_preempting()
+        self._preempting = self._preempt_in_slices(now)
+        self._preempt_more()
 
-    def _preempt_some(self, now: float) -> Iterator[None]:
-        """Do that, those that came last first; yields whenever others should have a turn."""
+    def _preempt_in_slices(self, now: float) -> Iterator[None]:
+        """Preempt those that came last first; yields whenever others should have a turn."""
         waiting = self._waiting
         running = [r for r in self._unfinished.values() if r.request_id not in waiting]
         for end in range(len(running), 0, -PREEMPTED_AT_ONCE):
@@ -232,8 +232,8 @@ class UnlimitedScheduler:
                 request.note(EventType.PREEMPTED, now)
             self._waiting = {request.request_id: request for request in some} | self._waiting
 
-    def _is_preempting(self) -> bool:
-        """Go on with that for a slice; whether there is more."""
+    def _preempt_more(self) -> bool:
+        """Do a slice of what `preempt_all` began, if it is under way; whether more is left."""
         if self._preempting is None:
             return False
         for _ in self._preempting:
@@ -278,7 +278,7 @@ class UnlimitedScheduler:
 
     def step(self, now: float, builder_for: Callable[[int], MessageBuilder]) -> list[Request]:
         """Make a step of any kind; which requests have finished."""
-        if self._is_preempting() or self.paused == "all":
+        if self._preempt_more() or self.paused == "all":
             return []
         if self._plain.is_in_step:
             finished = self._plain.step((), builder_for)
@@ -287,11 +287,11 @@ class UnlimitedScheduler:
             fast, plain = self._start(started, now)
             finished = self._fast.step(fast, builder_for)
             if plain or self._plain.count:
-                finished += self._plain.step(plain, builder_for, self._columns)
+                finished += self._plain.step(plain, builder_for, self._logprob_columns)
         for request in finished:
             del self._unfinished[request.request_id]
             self._on_plain_path.discard(request.request_id)
-            self._forget_columns(request)
+            self._forget_logprob_columns(request)
         if finished or self.counts[0]:
             self._clock.stepped(now)
         return finished
@@ -299,10 +299,10 @@ class UnlimitedScheduler:
     def _start(self, started: list[Request], now: float) -> tuple[list[Request], list[Request]]:
         """Send waiting requests along the fast path and the plain path."""
         for request in started:
-            if request.extras is not None and (columns := self._plain.columns_of(request)):
-                self._requests_by_columns[columns] += 1
+            if request.extras is not None and (columns := self._plain.logprob_columns_of(request)):
+                self._requests_by_logprob_columns[columns] += 1
         fast: list[Request] = []
-        plain = self._fast.set_columns(self._columns)
+        plain = self._fast.set_logprob_columns(self._logprob_columns)
         self._on_plain_path.update([request.request_id for request in plain])
         if len(started) == len(self._waiting):
             self._waiting.clear()  # with the memory of a table that was large once

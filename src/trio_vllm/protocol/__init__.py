@@ -11,11 +11,11 @@ Sources: vLLM 0.33.0, ``vllm/v1`` and ``rust/src/engine-core-client``; 0.32.0 is
 from trio_vllm.protocol.add_decoder import AddDecoder as AddDecoder
 from trio_vllm.protocol.arrays import Array as Array
 from trio_vllm.protocol.arrays import Tensor as Tensor
+from trio_vllm.protocol.bare_rows import BareRowPattern as BareRowPattern
 from trio_vllm.protocol.bare_rows import BareRows as BareRows
-from trio_vllm.protocol.bare_rows import RowPattern as RowPattern
+from trio_vllm.protocol.bare_rows import bare_row_pattern as bare_row_pattern
 from trio_vllm.protocol.bare_rows import find_bare_rows as find_bare_rows
 from trio_vllm.protocol.bare_rows import pack_id as pack_id
-from trio_vllm.protocol.bare_rows import row_pattern as row_pattern
 from trio_vllm.protocol.bare_rows import unpack_id as unpack_id
 from trio_vllm.protocol.codec import Buffer as Buffer
 from trio_vllm.protocol.codec import CodecError as CodecError

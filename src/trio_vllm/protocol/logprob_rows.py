@@ -2,14 +2,9 @@
 
 To unpack such a row costs as much as everything else that is done with it: it has three arrays, and
 each of them is three objects and a call of ours. But all rows of a message have one layout, for an
-engine pads them to the widest request of the step. So a regular expression, which is made of one row
-that was unpacked, takes hundreds of them apart, and what stands for the logprobs is kept as it is
-(see `LogprobsCollector.add_packed`). Rows that are different, as the first and the last of a request
-are, are unpacked as usual.
-
-That a match is a row, and not something within one, is shown by what is left: in the place of matches
-it gets a mark, and each mark has to come out as a row of its own. So before and behind it a row begins
-or ends. A message of which this cannot be shown is left to `decode_outputs_lazily`, as a whole.
+engine pads them to the widest request of the step. So `trio_vllm.protocol.row_patterns` finds them, and
+what stands for the logprobs is kept as it is (see `LogprobsCollector.add_packed`). Rows that are
+different, as the first and the last of a request are, are unpacked as usual.
 """
 
 from __future__ import annotations
@@ -18,21 +13,12 @@ import functools
 import re
 from typing import Any
 
-import attrs
-
-from trio_vllm.errors import DecodeError
 from trio_vllm.protocol.codec import CodecError, Frames
 from trio_vllm.protocol.logprobs import PackedLayout, packed_layout
 from trio_vllm.protocol.msgpack import pack, unpack
-from trio_vllm.protocol.output import (
-    EngineCoreOutput,
-    OutputsMessage,
-    UndecodedBatch,
-    decode_outputs_lazily,
-    raw_logprobs_of,
-    rest_of,
-)
-from trio_vllm.protocol.pieces import array_at, array_head
+from trio_vllm.protocol.output import EngineCoreOutput, UndecodedBatch, raw_logprobs_of, rest_of
+from trio_vllm.protocol.pieces import array_head
+from trio_vllm.protocol.row_patterns import ANY_ID, TOKEN, pattern_around, split_rows
 from trio_vllm.protocol.structs import index_of
 
 LogprobsPattern = re.Pattern[bytes]
@@ -50,20 +36,9 @@ MOST_BYTES = 2**21
 LogprobRow = tuple[str, list[int], bytes]
 """A request's id, its new token id and the packed logprobs of it."""
 
-# The id is of printable ASCII characters, so it ends where the array of token ids begins. Whether it is
-# as long as it says is seen when it is unpacked.
-_ID_AND_TOKEN = rb"((?:[\xa0-\xbf]|\xd9.)[\x20-\x7e]*\x91(?:[\x00-\x7f]|\xcd..|\xce....|\xcc.))"
-
 _INLINE = 256
 """Bytes of an array that does not travel inline any more."""
 
-MARK = 0x95A1_E4C7_2D38_F06B
-"""Stands for matches among the other rows; no engine would send such a row."""
-
-PACKED_MARK = pack(MARK)
-
-_MESSAGE_LENGTH = len(attrs.fields(OutputsMessage))
-_ROWS_INDEX = index_of(OutputsMessage, "outputs")
 _LOGPROBS_END = index_of(EngineCoreOutput, "new_logprobs") + 1
 
 
@@ -87,16 +62,12 @@ def logprobs_pattern(row: Any) -> LogprobsPattern | None:
 
 @functools.lru_cache(maxsize=64)
 def _pattern(layout: PackedLayout, length: int, packed_rest: bytes) -> LogprobsPattern:
-    found = array_at(packed_rest, 0)
-    assert found is not None
-    head, rest = pack([None] * length)[:-length], packed_rest[found[1] :]
     arrays = [
         re.escape(before) + b".{%d}" % size
         for before, size in zip(layout.heads, layout.sizes, strict=True)
     ]
-    logprobs = b"".join(arrays) + rb"\xc0"
-    parts = (re.escape(head), _ID_AND_TOKEN, logprobs, re.escape(rest))
-    return re.compile(rb"(?s:%b%b(%b)%b)" % parts)
+    middle = rb"(%b\x91%b)(%b\xc0)" % (ANY_ID, TOKEN, b"".join(arrays))
+    return pattern_around(middle, length, packed_rest)
 
 
 def find_logprob_rows(frames: Frames, pattern: LogprobsPattern) -> UndecodedBatch | None:
@@ -104,71 +75,20 @@ def find_logprob_rows(frames: Frames, pattern: LogprobsPattern) -> UndecodedBatc
 
     None for a message without any, and for one that is in any way unusual.
     """
-    payload = frames[0] if frames else b""
-    if type(payload) is not bytes or len(payload) > MOST_BYTES:
+    if frames and len(frames[0]) > MOST_BYTES:
         return None
-    start = _rows_start(payload)
-    count, first = array_at(payload, start) or (0, 0)
-    if not FEWEST <= count <= MOST:
+    split = split_rows(frames, pattern, FEWEST, MOST)
+    batch = None if split is None else split.decode_others()
+    if split is None or batch is None:
         return None
-    pieces = pattern.split(payload)
-    gaps, ids_and_tokens, logprobs = pieces[::3], pieces[1::3], pieces[2::3]
-    if not logprobs or len(logprobs) > count or len(gaps[0]) < first:
-        return None
-    gaps[0] = gaps[0][first:]
+    ids_and_tokens, logprobs = split.first_groups, split.second_groups
     try:
-        batch = _decode_gaps(frames, payload[:start], gaps, count - len(logprobs))
         flat: list[Any] = unpack(array_head(2 * len(logprobs)) + b"".join(ids_and_tokens))
-    except (CodecError, DecodeError):
+    except CodecError:
         return None
-    if batch is not None:
-        matched = list(zip(flat[::2], flat[1::2], logprobs, strict=True))
-        batch.rows, batch.has_logprob_rows = _in_order(matched, batch.rows, gaps), True
+    matched = list(zip(flat[::2], flat[1::2], logprobs, strict=True))
+    batch.rows, batch.has_logprob_rows = split.in_order(matched, batch.rows), True
     return batch
-
-
-def _rows_start(payload: bytes) -> int:
-    """Where the array of rows begins in a batch of an engine with a small index; 0 in other messages."""
-    message = array_at(payload, 0)
-    if message is None or message[0] < _MESSAGE_LENGTH:
-        return 0
-    _, start = message
-    is_one_byte = start < len(payload) and payload[start] < 0x80
-    return start + _ROWS_INDEX if is_one_byte else 0
-
-
-def _decode_gaps(
-    frames: Frames, head: bytes, gaps: list[bytes], count: int
-) -> UndecodedBatch | None:
-    """Decode a batch of so many rows, with a mark in place of each run of matches between them.
-
-    None if a mark does not come out as a row.
-    """
-    between = [gaps[0], *filter(None, gaps[1:-1]), gaps[-1]]
-    runs = len(between) - 1
-    if any(PACKED_MARK in gap for gap in between):
-        return None
-    rest = b"".join((head, array_head(count + runs), PACKED_MARK.join(between)))
-    batch = decode_outputs_lazily([rest, *frames[1:]])
-    if not isinstance(batch, UndecodedBatch) or batch.rows.count(MARK) != runs:
-        return None
-    batch.frames = frames
-    return batch
-
-
-def _in_order(matched: list[LogprobRow], others: list[Any], gaps: list[bytes]) -> list[Any]:
-    """Put runs of matches in the places of their marks."""
-    ends = iter([*(i for i, gap in enumerate(gaps[1:-1], 1) if gap), len(matched)])
-    rows: list[Any] = []
-    begin = 0
-    for row in others:
-        if row == MARK:
-            end = next(ends)
-            rows += matched[begin:end]
-            begin = end
-        else:
-            rows.append(row)
-    return rows
 
 
 def unpacked_row(row: LogprobRow) -> list[Any]:
