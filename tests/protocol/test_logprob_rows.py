@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.llm.logprobs import make_logprobs
 from tests.protocol.comparing import same
@@ -121,6 +121,7 @@ def result_of(batch: UndecodedBatch, row: Any) -> EngineCoreOutput | str:
         return str(error)
 
 
+@settings(deadline=None)
 @given(st.lists(outputs(), max_size=12), st.booleans())
 def test_messages_are_read_as_they_are_decoded(
     sent: list[EngineCoreOutput], has_finished: bool
@@ -133,6 +134,7 @@ def test_messages_are_read_as_they_are_decoded(
         assert_same(found, decoded(frames))
 
 
+@settings(deadline=None)
 @given(st.lists(outputs(), min_size=4, max_size=8), st.data())
 def test_broken_messages_are_not_read_otherwise(
     sent: list[EngineCoreOutput], data: st.DataObject
@@ -152,6 +154,7 @@ def test_broken_messages_are_not_read_otherwise(
         assert_same(found, decoded(frames))
 
 
+@settings(deadline=None)
 @given(logprobs(1), st.integers(FEWEST, 80))
 def test_usual_messages_are_read(shown: Logprobs, count: int) -> None:
     """All rows but the first and the last of a request, in one layout if its arrays are inline."""
@@ -288,6 +291,7 @@ def test_an_id_that_is_not_as_long_as_it_says() -> None:
         assert find_logprob_rows(frames, pattern_of(USUAL)) is None
 
 
+@settings(deadline=None)
 @given(st.lists(logprobs(1), min_size=1, max_size=8), st.sampled_from([None, 1, 2, 5]))
 def test_packed_rows_are_collected_as_they_are_decoded(
     parts: list[Logprobs], columns: int | None

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.llm.logprobs import make_logprobs
 from tests.protocol.comparing import same
@@ -53,6 +53,7 @@ def rows(draw: st.DrawFn) -> Logprobs:
     )
 
 
+@settings(deadline=None)
 @given(st.lists(rows(), max_size=6), st.sampled_from([None, 1, 2, 5]))
 def test_rows_are_collected_as_they_are_decoded(parts: list[Logprobs], columns: int | None) -> None:
     """Whatever their layouts, in whatever order."""
@@ -131,6 +132,7 @@ def test_what_else_a_row_has(fields: dict[str, Any], is_all: bool) -> None:
         assert same(batch.decode_row(rest), EngineCoreOutput("r", [], **fields))
 
 
+@settings(deadline=None)
 @given(st.lists(rows(), max_size=6), st.sampled_from([1, 70, 10_000]))
 def test_room_only_says_when_arrays_are_made(parts: list[Logprobs], room: int) -> None:
     """What comes out is the same."""

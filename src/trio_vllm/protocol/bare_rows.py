@@ -38,9 +38,10 @@ _ANY_ID = rb"(?:[\xa0-\xbf]|\xd9.)[\x20-\x7f]+"
 _MOST_LENGTHS = 3
 _ONE_TOKEN = rb"\x91([\x00-\x7f]|\xcd..|\xce....|\xcc.)"
 
-# An array of at least as many fields as we know, an engine index of one byte, and a number of rows.
+# An array of at least as many fields as we know and an engine's index; then the number of rows.
 _HEAD = re.compile(
-    rb"(?s:[\x%x-\x9f][\x00-\x7f](\xdc..|[\x90-\x9f]))" % (0x90 | len(attrs.fields(OutputsMessage)))
+    rb"(?s:([\x%x-\x9f](?:[\x00-\x7f]|\xcc.|\xcd..))(\xdc..|[\x90-\x9f]))"
+    % (0x90 | len(attrs.fields(OutputsMessage)))
 )
 
 _MARK = 0xB7E3_51D9_84C6_2F0B
@@ -98,7 +99,7 @@ def find_bare_rows(frames: Frames, pattern: RowPattern, fewest: int) -> BareRows
     payload = frames[0]
     if type(payload) is not bytes or (found := _HEAD.match(payload)) is None:
         return None
-    lead, first = found[1], found.end()
+    lead, first = found[2], found.end()
     count = lead[0] & 0xF if len(lead) == 1 else int.from_bytes(lead[1:], "big")
     if count < fewest:
         return None
@@ -107,11 +108,13 @@ def find_bare_rows(frames: Frames, pattern: RowPattern, fewest: int) -> BareRows
     if not packed_ids or len(packed_ids) > count or len(gaps[0]) < first:
         return None
     gaps[0] = gaps[0][first:]
-    return _decode_rest(frames, packed_ids, packed_tokens, gaps, count - len(packed_ids))
+    others = count - len(packed_ids)
+    return _decode_rest(frames, found[1], packed_ids, packed_tokens, gaps, others)
 
 
 def _decode_rest(
     frames: Frames,
+    head: bytes,
     packed_ids: list[bytes],
     packed_tokens: list[bytes],
     gaps: list[bytes],
@@ -128,7 +131,7 @@ def _decode_rest(
     between.append(b"")
     rest = b"".join(
         (
-            frames[0][:2],
+            head,
             array_head(count + len(between)),
             array_head(len(packed_tokens)),
             *packed_tokens,

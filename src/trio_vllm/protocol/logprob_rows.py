@@ -62,8 +62,9 @@ MARK = 0x95A1_E4C7_2D38_F06B
 
 PACKED_MARK = pack(MARK)
 
+_INDEX = re.compile(rb"(?s:[\x00-\x7f]|\xcc.|\xcd..)")
+"""That of an engine stands before the rows."""
 _MESSAGE_LENGTH = len(attrs.fields(OutputsMessage))
-_ROWS_INDEX = index_of(OutputsMessage, "outputs")
 _LOGPROBS_END = index_of(EngineCoreOutput, "new_logprobs") + 1
 
 
@@ -108,7 +109,7 @@ def find_logprob_rows(frames: Frames, pattern: LogprobsPattern) -> UndecodedBatc
     if type(payload) is not bytes or len(payload) > MOST_BYTES:
         return None
     start = _rows_start(payload)
-    count, first = array_at(payload, start) or (0, 0)
+    count, first = (start and array_at(payload, start)) or (0, 0)
     if not FEWEST <= count <= MOST:
         return None
     pieces = pattern.split(payload)
@@ -128,13 +129,13 @@ def find_logprob_rows(frames: Frames, pattern: LogprobsPattern) -> UndecodedBatc
 
 
 def _rows_start(payload: bytes) -> int:
-    """Where the array of rows begins in a batch of an engine with a small index; 0 in other messages."""
+    """Where the array of rows begins in a message of an engine; 0 if it is none."""
     message = array_at(payload, 0)
     if message is None or message[0] < _MESSAGE_LENGTH:
         return 0
     _, start = message
-    is_one_byte = start < len(payload) and payload[start] < 0x80
-    return start + _ROWS_INDEX if is_one_byte else 0
+    index = _INDEX.match(payload, start)
+    return index.end() if index else 0
 
 
 def _decode_gaps(
