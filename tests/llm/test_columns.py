@@ -257,6 +257,22 @@ def test_nothing_is_left(frontend: Frontend) -> None:
     assert columns._collecting == 0
 
 
+def test_parameters_that_change_later() -> None:
+    """They are the caller's, and another request may be made of them; nothing is left all the same."""
+    frontend = Frontend({})
+    changes: list[tuple[int | None, int | None]] = [(None, 1), (1, None)]
+    for before, after in changes:
+        request = make_request(f"from {before}", 10)
+        assert request.sampling_params is not None
+        request.sampling_params.logprobs = before
+        collector = Collector(request, 0, Waker(), lambda: 9.0, interval=0)
+        frontend.core.submit(request, collector)
+        request.sampling_params.logprobs = after
+        frontend.core.abort([request.request_id])
+
+        assert frontend.core._engines.by_index[0].columns._collecting == 0
+
+
 # Any mixture -----------------------------------------------------------------------------------
 
 TOKENS = st.sampled_from([0, 1, 127, 128, 255, 256, 0x91, 65535, 65536, 2**32 - 1])

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.llm.logprobs import make_logprobs
 from tests.protocol.comparing import same
@@ -35,15 +35,21 @@ NAMES = tuple("abcdefgh")
 class Client:
     """A client's core with requests on one engine, and the messages of that."""
 
-    def __init__(self, sinks: list[Any]) -> None:
-        self.core = FrontendCore({0: ready_response(0)})
+    def __init__(self, sinks: list[Any], *, engine_index: int = 0) -> None:
+        self.core = FrontendCore({engine_index: ready_response(engine_index)})
+        self.engine_index = engine_index
         self.sinks = sinks
         for request, sink in sinks:
             self.core.submit(request, sink)
 
     def receive(self, *outputs: EngineCoreOutput, time: float = 1.0) -> None:
         """Handle a message with these outputs."""
-        batch = RequestBatchOutputs(outputs=list(outputs), timestamp=time, weight_version="v1")
+        batch = RequestBatchOutputs(
+            engine_index=self.engine_index,
+            outputs=list(outputs),
+            timestamp=time,
+            weight_version="v1",
+        )
         self.core.receive([bytes(f) for f in encode_outputs(batch)], CONNECTION, time)
 
 
@@ -99,6 +105,7 @@ def steps(draw: st.DrawFn) -> list[list[EngineCoreOutput]]:
     return [*messages, last]
 
 
+@settings(deadline=None)
 @given(steps(), st.sampled_from([0, 1, 3]), st.sampled_from([2, 20]))
 def test_a_message_is_handled_like_its_rows_alone(
     messages: list[list[EngineCoreOutput]], logprobs: int, max_tokens: int
@@ -140,9 +147,10 @@ class NotingSink:
         self.kinds.append(type(error).__name__)
 
 
-def noting_client(*, takes: bool = True) -> Client:
+def noting_client(*, takes: bool = True, engine_index: int = 0) -> Client:
     """Requests whose outputs are only noted."""
-    return Client([(make_request(name), NotingSink(name, takes)) for name in NAMES])
+    sinks = [(make_request(name), NotingSink(name, takes)) for name in NAMES]
+    return Client(sinks, engine_index=engine_index)
 
 
 def test_rows_are_not_unpacked_from_the_second_message_on() -> None:
@@ -193,3 +201,16 @@ def test_few_rows_are_unpacked(count: int) -> None:
         client.receive(*(output_of(name, 7, 2) for name in NAMES[:count]))
 
     assert client.sinks[0][1].kinds == ["list"] * 3
+
+
+@pytest.mark.parametrize("engine_index", [127, 128, 255, 256, 65535])
+@pytest.mark.parametrize("count", range(4, 9))
+def test_engines_of_any_index(engine_index: int, count: int) -> None:
+    """It is written in up to three bytes before the rows, which are found behind it."""
+    client = noting_client(engine_index=engine_index)
+    for _ in range(3):
+        client.receive(*(output_of(name, 7, 2) for name in NAMES[:count]))
+
+    kinds = [sink.kinds for _, sink in client.sinks]
+    assert kinds == [["list", "bytes", "bytes"]] * count + [[]] * (len(NAMES) - count)
+    assert client.core.dead_engines == {}

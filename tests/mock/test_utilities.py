@@ -8,7 +8,7 @@ import pytest
 from tests.mock.driver import Driver, drive, drive_many
 
 from trio_vllm.mock import scheduling, unlimited
-from trio_vllm.mock.engine import ABORTS_AT_ONCE
+from trio_vllm.mock.engine import ABORTS_AT_ONCE, TAKEN_AT_ONCE
 from trio_vllm.protocol import EventType, FinishReason
 
 KINDS: list[dict[str, Any]] = [
@@ -247,7 +247,7 @@ def test_many_requests_are_aborted_in_slices(how: str, config: dict[str, Any]) -
 
 
 def test_what_comes_while_many_are_aborted() -> None:
-    """Who is aborted, or finished, by another way is not told twice; who comes waits."""
+    """It waits until that is done, and is then taken in its order."""
     driver = drive_many(3 * ABORTS_AT_ONCE)
     pause = driver.post("pause_scheduler")
     last = f"r{3 * ABORTS_AT_ONCE - 1}"
@@ -258,10 +258,55 @@ def test_what_comes_while_many_are_aborted() -> None:
     driver.run()
 
     assert all(map(driver.answer, (pause, second, question)))
-    assert not driver.outputs(last)
-    assert driver.finish_reason("new") is FinishReason.ABORT
+    assert [driver.finish_reason(one) for one in (last, "new")] == [FinishReason.ABORT] * 2
     driver.call("resume_scheduler")
     assert not driver.engine.has_unfinished
+
+
+@pytest.mark.parametrize("config", KINDS, ids=str)
+def test_calls_behind_a_pause_find_it_done(config: dict[str, Any]) -> None:
+    """No request holds the cache, an id is free again, and a session is a new one."""
+    driver = drive(**config)
+    driver.add("session", 1, resumable=True)
+    driver.run()
+    for number in range(2 * ABORTS_AT_ONCE):
+        driver.add(f"r{number}", 500)
+    driver.step(2)
+    driver.sent.clear()
+    driver.post("pause_scheduler")
+    reset, resume = driver.post("reset_prefix_cache"), driver.post("resume_scheduler")
+    last = f"r{2 * ABORTS_AT_ONCE - 1}"
+    driver.add(last, 3)
+    driver.add("session", 2, resumable=True)
+    assert not driver.answer(resume)
+    driver.run()
+
+    answer = driver.answer(reset)
+    assert answer is not None
+    assert answer.result is True
+    for request_id, count in ((last, 3), ("session", 2)):
+        rows = [o for b in driver.batches() for o in b.outputs if o.request_id == request_id]
+        reasons = [row.finish_reason for row in rows if row.finished]
+        assert reasons == [FinishReason.ABORT, FinishReason.LENGTH]
+        assert sum(len(row.new_token_ids) for row in rows) == count
+
+
+def test_much_that_comes_while_many_are_aborted() -> None:
+    """It is taken in slices, too, and refused if the engine shuts down meanwhile."""
+    driver = drive_many(2 * ABORTS_AT_ONCE)
+    driver.post("pause_scheduler")
+    questions = [driver.post("is_scheduler_paused") for _ in range(2 * TAKEN_AT_ONCE)]
+    driver.step()
+    answered = [driver.answer(question) is not None for question in questions]
+    assert answered.count(True) == answered.index(False) == TAKEN_AT_ONCE
+    driver.add("late", 5)
+    driver.keep(driver.engine.shut_down(driver.now, drain=False))
+    driver.run()
+
+    answers = [driver.answer(question) for question in questions]
+    texts = [None if answer is None else answer.failure_message for answer in answers]
+    assert texts == [None] * TAKEN_AT_ONCE + ["Server shutting down"] * TAKEN_AT_ONCE
+    assert driver.finish_reason("late") is FinishReason.ABORT
 
 
 @pytest.mark.parametrize("config", KINDS, ids=str)

@@ -91,6 +91,12 @@ def test_all_tokens_are_found(token: int) -> None:
     assert check(message([row("abc", token), row("xyz", token)])) == 2
 
 
+@pytest.mark.parametrize("index", [0, 127, 128, 255, 256, 2**16 - 1])
+def test_engines_of_any_index(index: int) -> None:
+    """It is written in up to three bytes."""
+    assert check(message([["abc", [1, 2], *REST], row("abc", 1)], index=index)) == 1
+
+
 @pytest.mark.parametrize("count", [1, 15, 16, 70_000 // 50])
 def test_others_are_left(count: int) -> None:
     """At each place."""
@@ -106,7 +112,7 @@ def test_others_are_left(count: int) -> None:
         message([["abc", [1], *REST[:-1], LOOKALIKE]]),
         message([row("abc", 1)], LOOKALIKE),
         message([MARK, row("abc", 1)]),
-        message([row("abc", 1)], index=200),
+        message([row("abc", 1)], index=2**16),
         message([]),
         [b"\x99\x00\x91" + LOOKALIKE],
         [b"ENGINE_CORE_DEAD"],

@@ -63,6 +63,7 @@ class Collector:
         "_events",
         "_first_token_time",
         "_interval",
+        "_is_for_tokens",
         "_is_last_delivered",
         "_last",
         "_logprobs",
@@ -106,6 +107,8 @@ class Collector:
         self._interval = interval
         self._arrival_time = request.arrival_time
         self._params = params = request.sampling_params
+        # The parameters are the caller's, who may change them for another request.
+        self._is_for_tokens = not interval and (params is None or params.logprobs is None)
         limit: Any = None if params is None else params.max_tokens
         # What is no number at all is for the client to refuse.
         self._max_tokens: int = limit if type(limit) is int else sys.maxsize
@@ -165,7 +168,7 @@ class Collector:
     @property
     def only_collects(self) -> bool:
         """Whether only tokens are to come, and nobody waits for them; see `ColumnSink`."""
-        return not self._interval and (self._params is None or self._params.logprobs is None)
+        return self._is_for_tokens
 
     def token_place(self, version: str | None) -> TokenPlace | None:
         """Where tokens can be appended, once the first one was noted, and its weights."""

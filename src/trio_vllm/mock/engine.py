@@ -286,6 +286,9 @@ class Session:
 ABORTS_AT_ONCE = 64
 """Requests aborted without a turn for others: less than 1 ms, with long contexts in a schedule some 10."""
 
+TAKEN_AT_ONCE = 256
+"""Messages taken without a turn for others, of those that had to wait: some 5 ms."""
+
 Chore: TypeAlias = Generator[list[Outgoing], None, list[Outgoing]]
 """Work on many requests, in slices; each of these gives what to send, the last one as its result.
 
@@ -347,6 +350,8 @@ class MockEngine:
         self._held: frozenset[int] = frozenset()
         self._chores: deque[Chore] = deque()
         """Under way or waiting, oldest first; a slice takes the place of a step."""
+        self._arrivals: deque[tuple[EngineMessage, list[bytes] | None]] = deque()
+        """Messages that came meanwhile: what came before has to be done before them."""
         self._has_work = False  # it may turn out that nothing is to be done
         self._is_steady = False  # until a message comes, steps make tokens and nothing else
         self._is_shutting_down = False
@@ -397,6 +402,14 @@ class MockEngine:
         if self.is_deaf:
             return []
         self._begin(now)
+        if self._has_chores:
+            self._arrivals.append((message, hashes))
+            return []
+        return self._take(message, now, hashes)
+
+    def _take(
+        self, message: EngineMessage, now: float, hashes: list[bytes] | None
+    ) -> list[Outgoing]:
         if self._deaths is not None and (death := self._death_of(message, self._deaths)):
             return self._die(death)
         match message:
@@ -733,6 +746,24 @@ class MockEngine:
         self._chores.append(chore)
         return self._do_slice() if len(self._chores) == 1 else []
 
+    @property
+    def _has_chores(self) -> bool:
+        """Whether something is under way, or has to wait behind what was."""
+        return bool(self._chores or self._arrivals)
+
+    def _go_on(self, now: float) -> list[Outgoing]:
+        """Do a slice of a chore; after the last one take what has come meanwhile."""
+        messages = self._do_slice() if self._chores else []
+        for _ in range(min(len(self._arrivals), TAKEN_AT_ONCE)):
+            if self._chores or self.is_dead:
+                break
+            messages += self._take_arrival(now)
+        return messages
+
+    def _take_arrival(self, now: float) -> list[Outgoing]:
+        message, hashes = self._arrivals.popleft()
+        return self._take(message, now, hashes)
+
     def _do_slice(self) -> list[Outgoing]:
         """Do the next slice of the oldest chore."""
         try:
@@ -782,7 +813,7 @@ class MockEngine:
 
     def next_step_time(self, now: float) -> float | None:
         """When the next step is due, which may be before ``now``; None until a message comes."""
-        if self._chores and not self.is_dead:
+        if self._has_chores and not self.is_dead:
             return now
         return self._scheduler.due(now) if self._has_work and not self.is_dead else None
 
@@ -797,8 +828,8 @@ class MockEngine:
 
     def step(self, now: float) -> list[Outgoing]:
         """Make a step, or do a slice of a chore; give what to send."""
-        if self._chores:
-            return self._do_slice()
+        if self._has_chores:
+            return self._go_on(now)
         self.step_count += 1
         self._stepped_at = now
         if self._is_steady:

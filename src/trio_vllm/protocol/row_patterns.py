@@ -40,10 +40,10 @@ MARK = 0xB7E3_51D9_84C6_2F0B
 
 PACKED_MARK = pack(MARK)
 
-# An array of at least as many fields as we know, an engine index of one byte, and a number of rows.
-_HEAD_SIZE = 2
+# An array of at least as many fields as we know and an engine's index; then the number of rows.
 _HEAD = re.compile(
-    rb"(?s:[\x%x-\x9f][\x00-\x7f](\xdc..|[\x90-\x9f]))" % (0x90 | len(attrs.fields(OutputsMessage)))
+    rb"(?s:([\x%x-\x9f](?:[\x00-\x7f]|\xcc.|\xcd..))(\xdc..|[\x90-\x9f]))"
+    % (0x90 | len(attrs.fields(OutputsMessage)))
 )
 
 
@@ -61,6 +61,8 @@ class SplitMessage(NamedTuple):
     """A message of outputs, divided into the rows that a pattern with two groups matches, and the rest."""
 
     frames: Frames
+    head: bytes
+    """What stands before the array of rows."""
     first_groups: list[bytes]
     second_groups: list[bytes]
     gaps: list[bytes]
@@ -75,15 +77,15 @@ class SplitMessage(NamedTuple):
 
         ``along`` is a packed value that becomes the first row: it is messages that cost, not their size.
         """
-        payload, between = self.frames[0], list(filter(None, self.gaps))
+        between = list(filter(None, self.gaps))
         marks = len(between)
-        if marks and PACKED_MARK in payload:
+        if marks and PACKED_MARK in self.frames[0]:
             return None
         between.append(b"")
         count = self.other_count + marks + bool(along)
         parts = array_head(count), along, PACKED_MARK.join(between), self.tail
         try:
-            rest = b"".join((payload[:_HEAD_SIZE], *parts))
+            rest = b"".join((self.head, *parts))
             batch = decode_outputs_lazily([rest, *self.frames[1:]])
         except DecodeError:
             return None
@@ -118,14 +120,15 @@ def split_rows(
     payload = frames[0] if frames else b""
     if type(payload) is not bytes or (found := _HEAD.match(payload)) is None:
         return None
-    lead, first = found[1], found.end()
+    head, lead = found.groups()
     count = lead[0] & 0xF if len(lead) == 1 else int.from_bytes(lead[1:], "big")
     if not fewest <= count <= most:
         return None
     pieces = pattern.split(payload)
     first_groups, second_groups, gaps = pieces[1::3], pieces[2::3], pieces[::3]
-    if not first_groups or len(first_groups) > count or len(gaps[0]) < first:
+    if not first_groups or len(first_groups) > count or len(gaps[0]) < found.end():
         return None
     tail = gaps.pop()
-    gaps[0] = gaps[0][first:]
-    return SplitMessage(frames, first_groups, second_groups, gaps, tail, count - len(first_groups))
+    gaps[0] = gaps[0][found.end() :]
+    others = count - len(first_groups)
+    return SplitMessage(frames, head, first_groups, second_groups, gaps, tail, others)
