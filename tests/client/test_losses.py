@@ -8,9 +8,11 @@ from contextlib import AsyncExitStack
 import pytest
 import trio
 from tests.client.world import World, make_output, make_request, open_world
+from tests.ready import ready_response
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from trio_vllm.client import OutputStream
+from trio_vllm.client import FrontendCore, OutputStream
+from trio_vllm.client import core as core_module
 from trio_vllm.client.engines import (
     CONNECTION_LOST,
     DISCONNECT_GRACE,
@@ -18,7 +20,7 @@ from trio_vllm.client.engines import (
     UNREADABLE,
 )
 from trio_vllm.errors import DecodeError, EngineDeadError, PeerGoneError
-from trio_vllm.protocol import FinishReason, SchedulerStats
+from trio_vllm.protocol import ENGINE_CORE_DEAD, FinishReason, SchedulerStats
 
 
 async def open_streams(stack: AsyncExitStack, world: World) -> list[OutputStream]:
@@ -610,3 +612,28 @@ async def test_an_engine_that_goes_on_after_max_tokens_fails_the_request(
             assert len(world.engine.aborts()) == (0 if "finish_reason" in last else 1)
         assert world.client.is_healthy
         world.assert_tidy()
+
+
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_no_request_of_a_dead_engine_goes_to_another(
+    is_sent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many fail some at a time; those whose turn has not come are not saved by not being sent."""
+    monkeypatch.setattr(core_module, "ENDED_AT_ONCE", 4)
+    core = FrontendCore({index: ready_response(index) for index in range(2)})
+    streams = [OutputStream(f"r{number}") for number in range(20)]
+    for stream in streams:
+        core.submit(make_request(stream.request_id), stream)
+    messages = core.sends() if is_sent else []
+    core._connections.claim(7, 0)
+    core.receive([ENGINE_CORE_DEAD], 7, 1.0)
+    assert core.in_flight_count == 16
+    for message in [*messages, *core.sends()]:
+        if message.engine.index == 0:
+            core.undeliverable(message, OSError("gone"), 2.0)
+    while core.has_endings:
+        core.end_some()
+
+    assert [stream.engine_index for stream in streams] == [0, 1] * 10
+    assert core.statistics().requests_in_flight == {1: 10}
+    assert [message.engine.index for message in core.sends()] == [0]  # aborts, which nobody takes

@@ -605,6 +605,8 @@ class FrontendCore:
         engine, (request, sink) = message.engine, message.movable
         if engine.requests.get(sink.request_id) is not sink:
             return  # it is over
+        if engine.state is EngineState.DEAD:
+            return  # it is about to be: they end some at a time
         try:
             able = self.facts.able(request, self._engines.alive)
         except UnsupportedFieldError:
