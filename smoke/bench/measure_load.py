@@ -281,7 +281,7 @@ def measure_engines(effort: Effort) -> list[Figure]:
         costs = [answer["cpu_seconds"] / answer["tokens"] * 1e6 for answer in answers]
         first = figures[0].samples if figures else []
         target = Target(1.2, "ratio") if figures else None
-        name = f"{count} engines, {ROWS} rows a message: CPU"
+        name = f"{count} engines, {rows} rows a message: CPU"
         figures.append(Figure(name, "µs/row", "less", costs, "8 engines", first, target))
     share = [cost * 64 * ROWS * MESSAGES / 1e4 for cost in figures[1].samples]
     name = f"64 engines, {MESSAGES} messages a second each: CPU"
