@@ -40,15 +40,7 @@ def measure_burst(effort: Effort) -> list[Figure]:
                 lambda: burst(bare, concurrency, tokens),  # noqa: B023
             )
             figures += [
-                Figure(
-                    f"burst of {concurrency}: speed",
-                    "tokens/s",
-                    "more",
-                    [sample.tokens_per_second for sample in samples],
-                    BARE_ENGINE,
-                    [sample.tokens_per_second for sample in yardstick],
-                    Target(share, "ratio"),
-                ),
+                burst_figure(f"burst of {concurrency}", samples, BARE_ENGINE, yardstick, share),
                 Figure(
                     f"burst of {concurrency}: CPU",
                     "s/M tokens",

@@ -137,6 +137,22 @@ def test_both_paths_send_the_same(
 MANY = st.tuples(st.just("many"), st.integers(2, 40), st.integers(1, 60))
 
 
+def schedule(
+    seats_and_budget: tuple[int, int], num_gpu_blocks: int, block_size: int
+) -> dict[str, Any]:
+    """A schedule for two clients; the blocks are counted in those of 16 tokens."""
+    blocks = num_gpu_blocks * 16 // block_size
+    return {
+        "client_count": 2,
+        "max_num_seqs": seats_and_budget[0],
+        "max_num_batched_tokens": seats_and_budget[1],
+        "num_gpu_blocks": blocks,
+        "block_size": block_size,
+        "max_model_len": min(400, (blocks - 1) * block_size),
+        "vocab_size": 70_000,
+    }
+
+
 @given(
     actions=st.lists(st.one_of(ACTIONS, MANY), max_size=15),
     seats_and_budget=st.sampled_from([(3, 7), (100, 101), (100, 2048)]),
@@ -222,16 +238,9 @@ def test_several_steps_of_a_schedule_at_once_are_those_of_the_scheduler(
     has_coordinator: bool,
 ) -> None:
     """The same messages, statistics and KV-cache events as one by one on the plain path."""
-    blocks = num_gpu_blocks * 16 // block_size
     config: dict[str, Any] = {
-        "client_count": 2,
+        **schedule(seats_and_budget, num_gpu_blocks, block_size),
         "has_coordinator": has_coordinator,
-        "max_num_seqs": seats_and_budget[0],
-        "max_num_batched_tokens": seats_and_budget[1],
-        "num_gpu_blocks": blocks,
-        "block_size": block_size,
-        "max_model_len": min(400, (blocks - 1) * block_size),
-        "vocab_size": 70_000,
         "enable_prefix_caching": enable_prefix_caching,
     }
     if has_events and enable_prefix_caching:
@@ -277,17 +286,7 @@ def test_both_paths_of_requests_with_their_own_times_send_the_same(
     delay: float,
 ) -> None:
     """At the same times: in steps that are made when they are due, or some time later."""
-    blocks = num_gpu_blocks * 16 // block_size
-    config: dict[str, Any] = {
-        "client_count": 2,
-        "max_num_seqs": seats_and_budget[0],
-        "max_num_batched_tokens": seats_and_budget[1],
-        "num_gpu_blocks": blocks,
-        "block_size": block_size,
-        "max_model_len": min(400, (blocks - 1) * block_size),
-        "vocab_size": 70_000,
-        **times,
-    }
+    config = schedule(seats_and_budget, num_gpu_blocks, block_size) | times
     if times["inter_token_latency"] == 0.0:
         config |= {"time_to_first_token": 0.01, "inter_token_latency_std_dev": 0.0}
     if has_events:
