@@ -228,7 +228,7 @@ class Turns:
 
     Theory of operation. Tasks that come one right after the other share a slice of time. The first
     that comes when it is over waits until all others have run, and those that come after it wait in
-    line. Then some go on, each of which lets the next one go on in trio's next turn.
+    line. Then some go on, the last of which lets the next ones go on in trio's next turn.
     """
 
     def __init__(
@@ -252,6 +252,7 @@ class Turns:
         self._clock = clock
         # A `trio.lowlevel.ParkingLot` does the same, at half the speed.
         self._line: OrderedDict[trio.lowlevel.Task, None] = OrderedDict()
+        self._going = 0  # tasks that may go on, and have not run yet
         self._is_pausing = False
         self._last = self._end = -math.inf
 
@@ -276,7 +277,7 @@ class Turns:
 
     async def wait_in_line(self) -> None:
         """Go on when it is this task's turn, which has come."""
-        if not (self._line or self._is_pausing):
+        if not (self._line or self._is_pausing or self._going):
             await self._pause()
             return
         task = trio.lowlevel.current_task()
@@ -287,7 +288,9 @@ class Turns:
             return trio.lowlevel.Abort.SUCCEEDED
 
         await trio.lowlevel.wait_task_rescheduled(abort)
-        self._let_go_on(1)
+        self._going -= 1
+        if not self._going:
+            self._let_go_on()
 
     async def _pause(self) -> None:
         self._is_pausing = True
@@ -296,10 +299,11 @@ class Turns:
         finally:
             self._is_pausing = False
             self._end = self._clock() + self._slice_time
-            self._let_go_on(self._width)
+            self._let_go_on()
 
-    def _let_go_on(self, count: int) -> None:
+    def _let_go_on(self) -> None:
         line = self._line
-        for _ in range(min(count, len(line))):
+        self._going = min(self._width, len(line))
+        for _ in range(self._going):
             task, _ = line.popitem(last=False)
             trio.lowlevel.reschedule(task)

@@ -430,12 +430,11 @@ class Llm:
     # From the caller's request to the engines' ----------------------------------------------------
 
     def _make_ids(self, request: PromptRequest) -> RequestIds:
-        external_id = request.request_id
-        if external_id is None:
-            external_id = f"{self._random.getrandbits(128):032x}"
+        digits = f"{self._random.getrandbits(160):040x}"
+        external_id = digits[8:] if request.request_id is None else request.request_id
         return RequestIds(
             external_id,
-            f"{external_id}-{self._random.getrandbits(32):08x}" if self._randomize else external_id,
+            f"{external_id}-{digits[:8]}" if self._randomize else external_id,
             self._clock() if request.arrival_time is None else request.arrival_time,
         )
 
