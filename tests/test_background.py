@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import signal
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NoReturn
@@ -54,6 +56,30 @@ async def test_leaving_the_block_cancels_and_awaits_the_pumps(
         pass
 
     assert trio.current_time() == 1
+
+
+async def test_a_cancelled_pump_leaves_no_garbage() -> None:
+    """What it held is free when the block is left, and not only when garbage is collected."""
+
+    class Held: ...
+
+    witnesses = []
+
+    async def hold() -> None:
+        held = Held()
+        witnesses.append(weakref.ref(held))
+        await trio.sleep_forever()
+
+    gc.disable()
+    try:
+        with trio.CancelScope() as scope:
+            async with running(hold):
+                await wait_all_tasks_blocked()
+                scope.cancel()
+                await trio.sleep_forever()
+        assert [witness() for witness in witnesses] == [None]
+    finally:
+        gc.enable()
 
 
 async def test_without_pumps_it_is_just_a_block() -> None:

@@ -62,7 +62,11 @@ async def running(*pumps: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
             with block:
                 yield
             nursery.cancel_scope.cancel(reason="the block was left")
-    _raise_first(crash, block, around)
+    try:
+        _raise_first(crash, block, around)
+    finally:
+        for caught in (crash, block, around):
+            caught.error = None  # what is raised refers to this frame
 
 
 @attrs.define
@@ -78,8 +82,18 @@ class _Caught:
         return True
 
     def raise_again(self) -> None:
-        if self.error is not None:
-            raise self.error
+        """Raise what was caught, and keep it no longer.
+
+        Its traceback refers to the frames that refer to this object: each task that is cancelled would
+        leave garbage that only a collection finds.
+        """
+        error, self.error = self.error, None
+        if error is None:
+            return
+        try:
+            raise error
+        finally:
+            del error
 
     def without_cancelled(self) -> BaseException | None:
         """Give the error less the cancellations that are grouped with it; bare, if it is one."""

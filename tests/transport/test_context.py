@@ -8,6 +8,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import attrs
@@ -18,7 +19,13 @@ from tests.transport.startup import until
 from trio.testing import wait_all_tasks_blocked
 
 from trio_vllm.errors import ConfigurationError
-from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
+from trio_vllm.transport.zmq_context import (
+    PLACES,
+    ContextPool,
+    SocketType,
+    ZmqContext,
+    open_context,
+)
 from trio_vllm.transport.zmq_socket import BUDGETED_SIZE, ZERO_COPY_SIZE, SendBudget, ZmqSocket
 
 
@@ -74,6 +81,42 @@ async def test_one_context_for_all(context: ZmqContext) -> None:
 
     async with open_context() as again:
         assert again.socket(SocketType.PULL).bind(address) == address
+
+
+def test_pool_makes_another_context_when_the_places_of_the_others_are_taken() -> None:
+    pool = ContextPool(places=2)
+    first, same, other = pool.acquire(), pool.acquire(), pool.acquire()
+    assert first is same
+    assert other.raw is not first.raw
+
+    assert not pool.release(first)
+    assert pool.acquire() is first  # there is room again
+    assert pool.release(other)
+    other.raw.term()
+    assert not pool.release(first)
+    assert pool.release(first)
+    first.raw.term()
+
+    last = pool.acquire()
+    assert last.raw is not first.raw  # which is ended
+    assert pool.release(last)
+    last.raw.term()
+
+
+async def test_hundreds_share_a_few_contexts() -> None:
+    """As many as there are places bring the two threads of one context, one more those of another."""
+
+    def thread_count() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    async with AsyncExitStack() as stack:
+        contexts = [await stack.enter_async_context(open_context()) for _ in range(PLACES + 1)]
+        before = thread_count()
+        contexts[0].socket(SocketType.PULL)
+        contexts[PLACES - 1].socket(SocketType.PULL)
+        assert thread_count() == before + 2
+        contexts[PLACES].socket(SocketType.PULL)
+        assert thread_count() == before + 4
 
 
 async def test_leaving_waits_for_the_linger_though_others_stay(
@@ -195,7 +238,7 @@ async def test_leaving_does_not_hang() -> None:
     """A socket that we know nothing of keeps the context from ending: it is left behind."""
     with trio.fail_after(LIMIT):
         async with open_context(termination_grace=0.1) as context:
-            raw = context._raw.socket(SocketType.PUSH)
+            raw = context._shared.raw.socket(SocketType.PUSH)
 
     raw.close()
 

@@ -522,7 +522,7 @@ class MockEngineConfig:
         elif self.kv_events is not None:
             raise ConfigurationError("kv_events_config takes a schedule, which is off")
 
-    @property
+    @functools.cached_property  # asked for each message
     def is_scheduled(self) -> bool:
         """Whether requests are scheduled as vLLM does it."""
         if self.schedule is not None:

@@ -13,7 +13,7 @@ PER_SOCKET = 3
 """Descriptors of a ØMQ socket that is watched, beside those of its connections."""
 
 PER_CONTEXT = 24
-"""Descriptors of the process's ØMQ context, and some for whoever else opens one meanwhile."""
+"""Descriptors of a ØMQ context, and some for whoever else opens one meanwhile."""
 
 
 def require_descriptors(count: int, purpose: str, *, hint: str = "") -> None:

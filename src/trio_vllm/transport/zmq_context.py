@@ -1,8 +1,9 @@
 """`ZmqContext`: makes ØMQ sockets, and ends them when its block is left.
 
-All of a process share one ØMQ context, with its threads and descriptors: it is made for the first
-`open_context` and ended with the last. A process that was forked makes one of its own, since threads
-do not survive a fork.
+Those of a process share one ØMQ context, with its threads and descriptors: it is made for the first
+`open_context` and ended with the last. Only where there are hundreds of them, as with many engines in
+one process, there are more of it (`ContextPool`). A process that was forked makes its own, since
+threads do not survive a fork.
 """
 
 from __future__ import annotations
@@ -47,36 +48,56 @@ ALWAYS: dict[SocketType, dict[int, int | bytes]] = {
 RawContext = zmq.Context[zmq.Socket[bytes]]
 
 
+PLACES = 256
+"""How many may share a ØMQ context. Each socket that is closed there walks over the monitors of all its
+sockets, so what thousands of engines take to end, and to close the connections of their handshakes, would
+be quadratic: seconds for 2,000. A context costs two threads and five descriptors."""
+
+
+@attrs.define(eq=False)
+class SharedContext:
+    """A ØMQ context, and how many use it."""
+
+    raw: RawContext
+    users: int = 0
+
+
 @attrs.define
-class _SharedContext:
-    """The ØMQ context of this process, and how many use it."""
+class ContextPool:
+    """The ØMQ contexts of this process: as few as there can be with ``places`` users each."""
 
+    _places: int = PLACES
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
-    _raw: RawContext | None = attrs.field(default=None, init=False)
-    _users: int = attrs.field(default=0, init=False)
+    _contexts: list[SharedContext] = attrs.field(factory=list, init=False)
 
-    def acquire(self) -> RawContext:
-        """Count one more user of the context; make it for the first."""
+    def acquire(self) -> SharedContext:
+        """Count one more user of the first context with room; make one if none has."""
         with self._lock:
-            if self._raw is None:
-                require_descriptors(PER_CONTEXT, "connections")
-                self._raw = zmq.Context(IO_THREADS)
-                # As many as there are descriptors; by itself ØMQ stops at 1023 sockets.
-                self._raw.set(zmq.MAX_SOCKETS, self._raw.get(zmq.SOCKET_LIMIT))
-            self._users += 1
-            return self._raw
+            context = next((one for one in self._contexts if one.users < self._places), None)
+            if context is None:
+                self._contexts.append(context := SharedContext(_make_raw_context()))
+            context.users += 1
+            return context
 
-    def release(self) -> RawContext | None:
-        """Count one user less; gives the context if that was the last, to be ended."""
+    def release(self, context: SharedContext) -> bool:
+        """Count one user less; whether that was the last, so that the context is to be ended."""
         with self._lock:
-            self._users -= 1
-            if self._users:
-                return None
-            raw, self._raw = self._raw, None
-            return raw
+            context.users -= 1
+            if context.users:
+                return False
+            self._contexts.remove(context)
+            return True
 
 
-_shared: dict[int, _SharedContext] = {}
+def _make_raw_context() -> RawContext:
+    require_descriptors(PER_CONTEXT, "connections")
+    raw = zmq.Context(IO_THREADS)
+    # As many as there are descriptors; by itself ØMQ stops at 1023 sockets.
+    raw.set(zmq.MAX_SOCKETS, raw.get(zmq.SOCKET_LIMIT))
+    return raw
+
+
+_pools: dict[int, ContextPool] = {}
 """By process. What was inherited by a fork is kept, but not touched: to end it would wait for threads
 that are not there."""
 
@@ -85,8 +106,8 @@ class ZmqContext:
     """Makes sockets that live no longer than the block of `open_context`."""
 
     def __init__(self, *, termination_grace: float = TERMINATION_GRACE) -> None:
-        self._shared = _shared.setdefault(os.getpid(), _SharedContext())
-        self._raw = self._shared.acquire()
+        self._pool = _pools.setdefault(os.getpid(), ContextPool())
+        self._shared = self._pool.acquire()
         self._termination_grace = termination_grace
         self._sockets: list[ZmqSocket] = []
         self._monitors: list[PeerMonitor] = []
@@ -164,7 +185,7 @@ class ZmqContext:
         # ØMQ opens its own in the background, and does not survive it everywhere if there is none.
         require_descriptors(PER_CONTEXT + PER_SOCKET, "connections")
         try:
-            raw = self._raw.socket(socket_type)
+            raw = self._shared.raw.socket(socket_type)
         except zmq.ZMQError as error:
             raise translate_error(error, "cannot make another socket") from error
         socket = ZmqSocket(raw, budget)
@@ -184,8 +205,8 @@ class ZmqContext:
             # watched; unless it is to end, when ØMQ waits for all.
             for monitor in self._monitors:
                 await monitor.wait_ended()
-        if (raw := self._shared.release()) is not None:
-            await self._terminate(raw)
+        if self._pool.release(self._shared):
+            await self._terminate(self._shared.raw)
 
     async def _terminate(self, raw: RawContext) -> None:
         with trio.move_on_after(self._longest_linger + self._termination_grace, shield=True):

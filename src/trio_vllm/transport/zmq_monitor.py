@@ -123,10 +123,9 @@ class PeerMonitor(trio.abc.ReceiveChannel[PeerEvent]):
         Raises:
           trio.ClosedResourceError: The monitor is closed, or the events had ended before.
         """
-        try:
-            received = self._source.receive_batch_nowait(MAX_EVENTS)
-        except trio.WouldBlock:
+        if not self._source.is_receivable():  # as nearly always
             return []
+        received = self._source.receive_batch_nowait(MAX_EVENTS)
         events = [event for frames, _ in received if (event := _decode(frames)) is not None]
         if len(events) < len(received):  # the watched socket was closed
             self.close()
@@ -136,7 +135,7 @@ class PeerMonitor(trio.abc.ReceiveChannel[PeerEvent]):
         """Wait until the watched socket is closed and its last messages are out, or given up."""
         await trio.lowlevel.checkpoint()
         with suppress(trio.ClosedResourceError):
-            while True:
+            while not self._source.is_closed:
                 self.receive_pending()
                 try:
                     await self.wait_pending()
