@@ -48,6 +48,7 @@ from trio_vllm.transport import (
     join_frontend,
     require_descriptors,
 )
+from trio_vllm.values import define, frozen
 
 log = logging.getLogger("trio_vllm.mock")
 
@@ -55,7 +56,7 @@ log = logging.getLogger("trio_vllm.mock")
 Tap: TypeAlias = Callable[[int, FrontendChannels], FrontendChannels]
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class ServeLimits:
     """Times and sizes that only tests change."""
 
@@ -77,7 +78,7 @@ async def serve_mock_engines(  # noqa: ASYNC128
     options: ServeOptions,
     *,
     shutdown: trio.Event | None = None,
-    limits: ServeLimits = ServeLimits(),
+    limits: ServeLimits = ServeLimits(),  # noqa: B008  (frozen)
     tap: Tap = lambda _index, channels: channels,
     states: EngineStatuses | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
@@ -113,7 +114,7 @@ async def serve_mock_engines(  # noqa: ASYNC128
     return states.total
 
 
-@attrs.define
+@define
 class _Service:
     """The engines of one call."""
 
@@ -333,7 +334,7 @@ class _Service:
             self._lockstep.settle(self._limits.runner.clock())
 
 
-@attrs.frozen
+@frozen
 class _Feeds:
     """What an engine tells to others than its frontend."""
 
@@ -355,7 +356,7 @@ class _Feeds:
             self._side_channel.tell(engine.pop_fetched())
 
 
-@attrs.define(eq=False)
+@define(eq=False)
 class _Session:
     """One engine's time with one frontend."""
 

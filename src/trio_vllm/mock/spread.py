@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from statistics import NormalDist
 
-import attrs
-
 from trio_vllm.mock.config import MAX_DEVIATION
 from trio_vllm.mock.content import hash_at
+from trio_vllm.values import frozen
 
 _SALT = 1 << 42
 """Keeps the bits that spreads are drawn from apart from those of tokens."""
@@ -22,7 +21,7 @@ def share_at(key: int, position: int) -> float:
     return ((hash_at(key, _SALT + position) >> 11) + 0.5) / 2**53
 
 
-@attrs.frozen
+@frozen
 class Spread:
     """A mean with a standard deviation, never further from the mean than `MAX_DEVIATION` of it."""
 
@@ -38,7 +37,7 @@ class Spread:
         return self.mean + min(most, max(-most, drawn))
 
 
-@attrs.frozen
+@frozen
 class Acceptance:
     """How many draft tokens of a step the model agrees with."""
 

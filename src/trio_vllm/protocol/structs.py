@@ -4,7 +4,7 @@ A class travels as a map from names to values, or as an array in the order of it
 Each field is declared once, in the class::
 
     @as_array()
-    @attrs.define
+    @define
     class EngineLoad:
         num_waiting_reqs: UInt32
         num_running_reqs: UInt32
@@ -45,9 +45,10 @@ from trio_vllm.protocol.codec import (
     strict_on_encode,
     wrong_type,
 )
+from trio_vllm.values import frozen
 
 
-@attrs.frozen
+@frozen
 class Key:
     """Annotates a field whose key in a map is not its name."""
 
@@ -132,7 +133,7 @@ def defaults_of(cls: type[Any]) -> list[Any]:
 # Fields -----------------------------------------------------------------------------------------
 
 
-@attrs.frozen
+@frozen
 class Field:
     """A field of a class: its place in a map, its codec and its default."""
 

@@ -22,6 +22,7 @@ from zmq import SocketType
 from trio_vllm.transport.descriptors import PER_CONTEXT, PER_SOCKET, require_descriptors
 from trio_vllm.transport.zmq_monitor import WATCHED_EVENTS, ConnectionTable, PeerMonitor
 from trio_vllm.transport.zmq_socket import SendBudget, ZmqSocket, translate_error
+from trio_vllm.values import define
 
 __all__ = ["SocketType", "ZmqContext", "heartbeat_options", "open_context"]
 
@@ -47,7 +48,7 @@ ALWAYS: dict[SocketType, dict[int, int | bytes]] = {
 RawContext = zmq.Context[zmq.Socket[bytes]]
 
 
-@attrs.define
+@define
 class _SharedContext:
     """The ØMQ context of this process, and how many use it."""
 
