@@ -2,7 +2,7 @@
 
 For each class attrs writes the source of its methods and compiles it, as the class is defined. That was
 most of what importing this package took. Constructors are worth it. To compare, hash and show values,
-functions that ask a class for its fields do as well; a class whose values are compared or hashed for
+functions that ask a class for its fields do as well. A class whose values are compared or hashed for
 each token is better off with those of `attrs.frozen`.
 """
 

@@ -111,10 +111,26 @@ def codec_of(cls: type[T]) -> Codec[T]:
         if issubclass(cls, enum.Enum):
             _CODECS[cls] = enumeration(cls)
         elif attrs.has(cls):
-            _CODECS[cls] = _LAYOUTS.get(cls, _map_codec)(cls)
+            _CODECS[cls] = _on_first_use(cls, _LAYOUTS.get(cls, _map_codec))
         else:
             raise TypeError(f"no codec follows from {cls}: name one with Annotated")
     return _CODECS[cls]
+
+
+def _on_first_use(cls: type[T], derive: Callable[[type[T]], Codec[T]]) -> Codec[T]:
+    """A codec that is derived when it is used: at the start of a program few are."""
+    derived: Codec[T] | None = None
+
+    def get() -> Codec[T]:
+        nonlocal derived
+        derived = derive(cls)
+        return derived
+
+    return Codec(
+        cls.__name__,
+        lambda raw, frames: (derived or get()).decode(raw, frames),
+        lambda value, aux: (derived or get()).encode(value, aux),
+    )
 
 
 def index_of(cls: type[Any], name: str) -> int:
@@ -309,20 +325,6 @@ def _encoder(
     cls: type[T], fields: Sequence[Field], start: str, step: str, defaults: Sequence[Any]
 ) -> Callable[[T, AuxFrames], Any]:
     """Make the function that encodes a value field by field, but for those that are the default."""
-    compiled: Callable[[T, AuxFrames], Any] | None = None
-
-    def encode(value: T, aux: AuxFrames) -> Any:
-        nonlocal compiled
-        if compiled is None:  # not at the import, which it would make longer
-            compiled = _compile_encoder(cls, fields, start, step, defaults)
-        return compiled(value, aux)
-
-    return encode
-
-
-def _compile_encoder(
-    cls: type[T], fields: Sequence[Field], start: str, step: str, defaults: Sequence[Any]
-) -> Callable[[T, AuxFrames], Any]:
     steps = (step.format(index, name=field.name) for index, field in enumerate(fields))
     namespace: dict[str, Any] = {
         "cls": cls,
