@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from statistics import NormalDist
+from typing import TYPE_CHECKING
 
 from trio_vllm.mock.config import MAX_DEVIATION
 from trio_vllm.mock.content import hash_at
 from trio_vllm.values import frozen
 
+if TYPE_CHECKING:
+    from statistics import NormalDist
+
 _SALT = 1 << 42
 """Keeps the bits that spreads are drawn from apart from those of tokens."""
 _ACCEPTANCE = 1 << 44
 """The position from which on it is drawn how many draft tokens are accepted."""
-_NORMAL = NormalDist()
+
+
+@functools.cache
+def _normal() -> NormalDist:
+    from statistics import NormalDist  # noqa: PLC0415  (4 ms that lengths without a spread need not take)
+
+    return NormalDist()
 
 
 def share_at(key: int, position: int) -> float:
@@ -33,7 +43,7 @@ class Spread:
         if not self.deviation:
             return self.mean
         most = MAX_DEVIATION * self.mean
-        drawn = self.deviation * _NORMAL.inv_cdf(share_at(key, position))
+        drawn = self.deviation * _normal().inv_cdf(share_at(key, position))
         return self.mean + min(most, max(-most, drawn))
 
 
