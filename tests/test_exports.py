@@ -169,6 +169,7 @@ def test_without_its_source_a_package_imports_at_once(monkeypatch: pytest.Monkey
                 "trio_vllm.client",
                 "trio_vllm.mock.simulated",
                 "trio_vllm.transport.frontend",
+                "trio_vllm.transport.memory",
             },
         ),
     ],

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TypeAlias, assert_never
+from typing import TYPE_CHECKING, TypeAlias, assert_never
 
 import attrs
 import trio
@@ -43,12 +43,14 @@ from trio_vllm.transport import (
     EngineLingers,
     FrontendChannels,
     FrontendDisconnect,
-    InMemory,
     descriptors_per_engine,
     join_frontend,
     require_descriptors,
 )
 from trio_vllm.values import define, frozen
+
+if TYPE_CHECKING:  # only tests connect in memory
+    from trio_vllm.transport import InMemory
 
 log = logging.getLogger("trio_vllm.mock")
 
