@@ -159,10 +159,18 @@ def test_without_its_source_a_package_imports_at_once(monkeypatch: pytest.Monkey
             {"ast", "numpy", "ormsgpack", "re", "rich", "tokenize", "trio", "typing", "zmq"},
         ),
         ("trio_vllm.cli", {"numpy", "ormsgpack", "rich", "trio", "zmq"}),
+        # What a command line without a file with options does not need.
+        ("trio_vllm.cli.mock_engine", {"numpy", "ormsgpack", "rich", "tomllib", "trio", "zmq"}),
         # What an engine without a schedule does not need.
         (
             "trio_vllm.mock.serve",
-            {"trio_vllm.mock.simulated", "trio_vllm.transport.frontend", "trio_vllm.client"},
+            {
+                "statistics",
+                "trio_vllm.client",
+                "trio_vllm.mock.simulated",
+                "trio_vllm.transport.frontend",
+                "trio_vllm.transport.memory",
+            },
         ),
     ],
 )

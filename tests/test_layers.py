@@ -41,7 +41,11 @@ FOR_COMMANDS = frozenset({"_help", "concurrency", "endpoint", "limits", "monitor
 
 BELOW_CLIENT = frozenset({"transport", "protocol", "endpoint", "errors", "concurrency", "limits"})
 
+FOR_ALL = frozenset({"values"})
+"""What any layer may import: how classes are declared."""
+
 RULES = {
+    "values": Allowed(frozenset()),
     "errors": Allowed(frozenset()),
     "limits": Allowed(frozenset()),
     # The form of addresses, for the commands too, which show their help without zmq.
@@ -137,7 +141,7 @@ def violations(path: Path, root: Path) -> Iterator[str]:
                 yield f"{place} may not import {top}"
             continue
         target = inner[0] if inner else PUBLIC_NAMES
-        if target == layer:
+        if target == layer or target in FOR_ALL:
             continue
         if target not in rule.ours:
             yield f"{place} may not import {target}"

@@ -17,10 +17,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, NoReturn, ParamSpec, TypeVar
 
-import attrs
 import trio
 
 from trio_vllm.errors import InternalError
+from trio_vllm.values import define
 
 # Whoever wants our log configures it; without this Python would print warnings to standard error.
 logging.getLogger("trio_vllm").addHandler(logging.NullHandler())
@@ -69,7 +69,7 @@ async def running(*pumps: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
             caught.error = None  # what is raised refers to this frame
 
 
-@attrs.define
+@define
 class _Caught:
     """Catches whatever its block raises, cancellations too; who looks at it must raise it again."""
 

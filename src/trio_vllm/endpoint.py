@@ -8,9 +8,8 @@ from __future__ import annotations
 import ipaddress
 import os
 
-import attrs
-
 from trio_vllm.errors import ConfigurationError
+from trio_vllm.values import frozen
 
 ADDRESS_FORMS = "tcp://HOST:PORT or ipc://PATH"
 """The addresses that there are, for messages."""
@@ -19,7 +18,7 @@ LONGEST_PATH = 107
 """What ``sockaddr_un.sun_path`` holds on Linux, less the closing NUL."""
 
 
-@attrs.frozen
+@frozen
 class Endpoint:
     """An address in ØMQ's form, and the option that it needs."""
 

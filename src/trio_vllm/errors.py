@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
+from trio_vllm.values import define
+
 
 class EngineCoreError(Exception):
     """Anything that this package raises about a peer, the network or a request."""
@@ -20,7 +22,7 @@ class InternalError(Exception):
     """A background task crashed: a bug of this package, please report it."""
 
 
-@attrs.define(eq=False, str=False)
+@define(eq=False, str=False)
 class ConfigurationError(EngineCoreError):
     """An address, a combination of options or an environment that cannot work."""
 
@@ -30,7 +32,7 @@ class ConfigurationError(EngineCoreError):
         return self.reason
 
 
-@attrs.define(eq=False, str=False)
+@define(eq=False, str=False)
 class AddressInUseError(ConfigurationError):
     """Another socket listens on this address."""
 
@@ -41,7 +43,7 @@ class AddressInUseError(ConfigurationError):
         self.reason = f"address {self.address} is already in use"
 
 
-@attrs.define(eq=False, str=False)
+@define(eq=False, str=False)
 class PeerGoneError(EngineCoreError):
     """A message was addressed to an engine that is not connected (any more)."""
 
@@ -51,7 +53,7 @@ class PeerGoneError(EngineCoreError):
         return f"no engine with id {self.engine_id.hex()} is connected"
 
 
-@attrs.define(eq=False, str=False)
+@define(eq=False, str=False)
 class StartupError(EngineCoreError):
     """The startup of a frontend or an engine did not complete.
 
@@ -78,7 +80,7 @@ class StartupError(EngineCoreError):
         return "; ".join([text, *self.notes])
 
 
-@attrs.define(eq=False, str=False)
+@define(eq=False, str=False)
 class EngineCommandError(StartupError):
     """The command that was to start engines could not be started, or ended before they were ready.
 
@@ -98,12 +100,12 @@ class EngineCommandError(StartupError):
         return ": ".join([self.reason, *self.log[-1:]])
 
 
-@attrs.define(eq=False, str=False)
+@define(eq=False, str=False)
 class EngineCommandEndedError(EngineCommandError):
     """The command that had started engines ended before they were ready."""
 
 
-@attrs.define(eq=False, str=False)
+@define(eq=False, str=False)
 class EngineDeadError(EngineCoreError):
     """An engine died or its connection was lost; ``__cause__`` is the first reason, if any."""
 
@@ -122,7 +124,7 @@ class ClientClosedError(EngineCoreError):
         return "the client is closed"
 
 
-@attrs.define(eq=False, str=False)
+@define(eq=False, str=False)
 class RequestError(EngineCoreError):
     """A request was refused before anything was sent; nothing else is affected."""
 
@@ -132,7 +134,7 @@ class RequestError(EngineCoreError):
         return f"request {self.request_id!r} was refused"
 
 
-@attrs.define(eq=False, str=False)
+@define(eq=False, str=False)
 class RequestFailedError(EngineCoreError):
     """An engine ended a request with an error; raised by ``raise_for_error`` of an output."""
 
@@ -145,7 +147,7 @@ class RequestFailedError(EngineCoreError):
         return f"request {self.request_id!r} failed at the engine: {self.reason}"
 
 
-@attrs.define(eq=False, str=False)
+@define(eq=False, str=False)
 class DuplicateRequestIdError(RequestError):
     """A request with this id is already in flight on this client."""
 
@@ -153,7 +155,7 @@ class DuplicateRequestIdError(RequestError):
         return f"request id {self.request_id!r} is already in flight"
 
 
-@attrs.define(eq=False, str=False)
+@define(eq=False, str=False)
 class EmptyPromptError(RequestError):
     """The request has no prompt token; an engine dies of that."""
 
@@ -161,7 +163,7 @@ class EmptyPromptError(RequestError):
         return f"request {self.request_id!r} has an empty prompt"
 
 
-@attrs.define(eq=False, str=False)
+@define(eq=False, str=False)
 class InvalidDataParallelRankError(RequestError):
     """The request is pinned to a rank that is not (or no longer) connected."""
 
@@ -175,7 +177,7 @@ class InvalidDataParallelRankError(RequestError):
         )
 
 
-@attrs.define(eq=False, str=False)
+@define(eq=False, str=False)
 class InvalidFieldError(RequestError):
     """A field of the request has a value that the engine would reject or die of."""
 
@@ -186,12 +188,12 @@ class InvalidFieldError(RequestError):
         return f"request {self.request_id!r}: {self.field} {self.reason}"
 
 
-@attrs.define(eq=False, str=False)
+@define(eq=False, str=False)
 class UnsupportedFieldError(InvalidFieldError):
     """A field is used that this engine, or this way of calling it, does not support."""
 
 
-@attrs.define(eq=False, str=False)
+@define(eq=False, str=False)
 class AdapterError(RequestError):
     """The adapter of a request does not load; an engine would die of the request."""
 
@@ -205,7 +207,7 @@ class AdapterError(RequestError):
         )
 
 
-@attrs.define(eq=False, str=False)
+@define(eq=False, str=False)
 class UtilityError(EngineCoreError):
     """A utility call did not give its result."""
 
@@ -215,7 +217,7 @@ class UtilityError(EngineCoreError):
         return f"utility call {self.method!r} failed"
 
 
-@attrs.define(eq=False, str=False)
+@define(eq=False, str=False)
 class UtilityRefusedError(UtilityError):
     """A utility call was refused before anything was sent; ``reason`` says why."""
 
@@ -225,7 +227,7 @@ class UtilityRefusedError(UtilityError):
         return f"utility call {self.method!r} was refused: {self.reason}"
 
 
-@attrs.define(eq=False, str=False)
+@define(eq=False, str=False)
 class UtilityResultError(UtilityError):
     """All engines ran a utility method, but one gave a result of a wrong type."""
 
@@ -240,7 +242,7 @@ class UtilityResultError(UtilityError):
         )
 
 
-@attrs.define(eq=False, str=False)
+@define(eq=False, str=False)
 class UtilityCallFailedError(UtilityError):
     """One or more engines answered a utility call with a failure (or died under it).
 
@@ -260,7 +262,7 @@ class UtilityCallFailedError(UtilityError):
         return text
 
 
-@attrs.define(eq=False, str=False)
+@define(eq=False, str=False)
 class UtilityTimeoutError(UtilityError):
     """Some engines did not answer a utility call in time; they may still run it."""
 
@@ -275,7 +277,7 @@ class UtilityTimeoutError(UtilityError):
         )
 
 
-@attrs.define(eq=False, str=False)
+@define(eq=False, str=False)
 class InconsistentUtilityResultsError(UtilityError):
     """Engines that had to agree gave different results."""
 
@@ -286,7 +288,7 @@ class InconsistentUtilityResultsError(UtilityError):
         return f"utility call {self.method!r} gave different results: {results}"
 
 
-@attrs.define(eq=False, str=False)
+@define(eq=False, str=False)
 class DecodeError(EngineCoreError):
     """A message from a peer does not have the form it must have.
 

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 
-import attrs
 import trio
 
 from trio_vllm.errors import ConfigurationError, how_to_install
@@ -28,6 +27,7 @@ except ModuleNotFoundError as error:
 
 from trio_vllm.concurrency import explains_misuse, running
 from trio_vllm.llm import EngineStatistics, Llm, LlmStatistics
+from trio_vllm.values import define
 
 COLUMNS = (
     "engine", "state", "in flight", "running", "waiting", "KV cache", "cache hits", "prompt tok/s",
@@ -91,7 +91,7 @@ def _text(number: float | None, layout: str = "{:,}") -> str:
     return "-" if number is None else layout.format(number)
 
 
-@attrs.define
+@define
 class _View:
     """What is on the terminal; rates are over the time since the last look."""
 

@@ -14,10 +14,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any
 
-import attrs
 import trio
 
 from trio_vllm.concurrency import running
+from trio_vllm.values import frozen
 
 VANISHING_TIME = 1.0
 """Seconds that we wait for processes to vanish after SIGKILL, which they cannot escape."""
@@ -39,7 +39,7 @@ class ProcessFailedError(Exception):
     """A process of ours could not be started, or has ended otherwise than it should."""
 
 
-@attrs.frozen
+@frozen
 class EndTimes:
     """Seconds between SIGTERM and SIGKILL for a child; with 0 it is killed at once."""
 

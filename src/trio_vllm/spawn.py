@@ -33,6 +33,7 @@ from trio_vllm.processes import (
     end_in_words,
 )
 from trio_vllm.transport import SERVED_BEFORE, EngineChannels, HandshakeOwner
+from trio_vllm.values import define, frozen
 
 _log = logging.getLogger("trio_vllm.spawn")
 
@@ -133,7 +134,7 @@ def _check_command(command: Sequence[object]) -> None:
             raise TypeError(f"spawn_engine takes a list of strings; {argument!r} is none")
 
 
-@attrs.frozen
+@frozen
 class _Command:
     """How a command is run."""
 
@@ -170,7 +171,7 @@ class _Command:
         run.gone.set()
 
 
-@attrs.define(eq=False)
+@define(eq=False)
 class _Run:
     """One run of a command, from its start to its end."""
 
@@ -294,7 +295,7 @@ class SpawnedEngine:
         await self.start()
 
 
-@attrs.define(eq=False)
+@define(eq=False)
 class _Startup:
     """The wait for the engines of a run, which the end of the command ends."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -304,6 +305,23 @@ def test_help_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
 
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(("before", "expected"), [({}, "1"), ({"OPENBLAS_NUM_THREADS": "2"}, "2")])
+def test_mock_engine_starts_no_threads_for_matrices(before: dict[str, str], expected: str) -> None:
+    """They spin as numpy is imported; who wants them can have them."""
+    script = (
+        "import os, sys; from trio_vllm.cli import run_mock_engine; sys.argv[1:] = ['--version']\n"
+        "try: run_mock_engine()\n"
+        "finally: print(os.environ['OPENBLAS_NUM_THREADS'])"
+    )
+    others = {name: value for name, value in os.environ.items() if "OPENBLAS" not in name}
+
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=others | before
+    )
+
+    assert done.stdout.splitlines()[-1] == expected
 
 
 @pytest.mark.parametrize("arguments", [[], ["smoke"]])

@@ -32,6 +32,8 @@ def run_mock_engine() -> NoReturn:
     collect_rarely()
     _open_standard_streams()
     _end_at_once_on_signals(lambda number: 0)
+    # numpy's threads for large matrices, which the mock does not have, would spin for 0.1 s at the start.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from trio_vllm.cli.mock_engine import main
 
     exit_code = main()

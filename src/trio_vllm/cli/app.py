@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import sys
-import tomllib
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -80,6 +79,8 @@ def read_config_file(app: App, commands: tuple[str, ...], arguments: ArgumentCol
     argument = arguments.get("--config", None)
     if argument is None or not argument.tokens:
         return
+    import tomllib
+
     path = Path(argument.tokens[-1].value)
     try:
         options = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
-import attrs
 import h11
 import trio
 from prometheus_client import CollectorRegistry, generate_latest
@@ -15,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from trio_vllm.mock import EngineStatus, EngineStatuses
+from trio_vllm.values import frozen
 
 log = logging.getLogger("trio_vllm.mock")
 
@@ -117,7 +117,7 @@ def _family(
 # HTTP ---------------------------------------------------------------------------------------------
 
 
-@attrs.frozen
+@frozen
 class Page:
     """An answer."""
 

@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 
 from trio_vllm.mock import EngineStatus, EngineStatuses
+from trio_vllm.values import define
 
 log = logging.getLogger("trio_vllm.mock")
 
@@ -37,7 +38,7 @@ async def show_live(states: EngineStatuses, interval: float = LIVE_INTERVAL) -> 
             await trio.sleep(interval)
 
 
-@attrs.define
+@define
 class Rates:
     """Tokens per second of each engine, since it was last asked for."""
 

@@ -19,6 +19,7 @@ import numpy as np
 import trio
 
 from trio_vllm import EngineCoreError, FinishReason, GenerateRequest, Llm, SamplingParams
+from trio_vllm.values import define, frozen
 
 TRACE_BLOCK = 512
 """Prompt tokens that one of the ``hash_ids`` of a Mooncake trace stands for."""
@@ -28,7 +29,7 @@ class TraceError(ValueError):
     """A trace file that cannot be read; the text says which line, and what is wrong."""
 
 
-@attrs.frozen
+@frozen
 class PlannedRequest:
     """One request of a plan."""
 
@@ -38,7 +39,7 @@ class PlannedRequest:
     output_len: int
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class LoadPlan:
     """Random prompts at random times; the same for the same seed.
 
@@ -153,7 +154,7 @@ def _prompt(
 # Sending and measuring ----------------------------------------------------------------------------
 
 
-@attrs.define
+@define
 class RequestRecord:
     """What happened to one request; times are seconds after the start of the run."""
 
@@ -269,7 +270,7 @@ async def _measure(llm: Llm, planned: PlannedRequest, begin: float) -> RequestRe
 # Figures ------------------------------------------------------------------------------------------
 
 
-@attrs.frozen
+@frozen
 class LoadResult:
     """All requests of a run, in the order of their ends."""
 

@@ -21,6 +21,7 @@ from cyclopts import Group, Parameter, Token
 from trio_vllm import ConfigurationError
 from trio_vllm._help import field_docs_in_source
 from trio_vllm.mock import MockEngineConfig, ServeOptions, parse_duration
+from trio_vllm.values import frozen
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -118,7 +119,7 @@ def with_options(function: F) -> F:
     return function
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class MockOptions:
     """What ``mock-engine`` is told."""
 

@@ -59,6 +59,7 @@ from trio_vllm.processes import (
     child_process,
     end_in_words,
 )
+from trio_vllm.values import define
 
 if TYPE_CHECKING:  # several processes come up faster if this one leaves the engines to them
     from trio_vllm.mock import EngineStatus, EngineStatuses, Summary
@@ -235,7 +236,7 @@ def _stop_signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-@attrs.define(eq=False)
+@define(eq=False)
 class _Worker:
     """A process with some of the engines."""
 
@@ -284,7 +285,7 @@ async def _running_worker(
         yield worker
 
 
-@attrs.define
+@define
 class _Supervision:
     """What has become of the workers."""
 

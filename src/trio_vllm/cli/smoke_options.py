@@ -18,6 +18,7 @@ from cyclopts.validators import Number
 
 from trio_vllm.cli.app import check_address
 from trio_vllm.limits import MAX_ENGINES
+from trio_vllm.values import frozen
 
 READY_TIMEOUT = 30.0
 """Seconds; of the examples, which are started when the engine is."""
@@ -65,7 +66,7 @@ def _at_least(minimum: int, maximum: float = math.inf) -> Parameter:
     return Parameter(validator=Number(gte=minimum, lte=maximum))
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@frozen(kw_only=True, slots=False)
 class SmokeOptions:
     """What every smoke needs to know."""
 
@@ -123,7 +124,7 @@ class SmokeOptions:
         return self
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@frozen(kw_only=True, slots=False)
 class GenerateOptions(SmokeOptions):
     """What ``generate`` needs besides."""
 
@@ -131,7 +132,7 @@ class GenerateOptions(SmokeOptions):
     """How many tokens to generate."""
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@frozen(kw_only=True, slots=False)
 class UtilityOptions(SmokeOptions):
     """What ``utility`` needs besides."""
 
@@ -149,7 +150,7 @@ class UtilityOptions(SmokeOptions):
     """Do not put the engines to sleep."""
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@frozen(kw_only=True, slots=False)
 class WantedLogprobsOptions(SmokeOptions):
     """Which log probabilities ``logprobs`` asks for; ``all`` has these options, too."""
 
@@ -161,7 +162,7 @@ class WantedLogprobsOptions(SmokeOptions):
     """How often the prompt of 5 tokens is repeated."""
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@frozen(kw_only=True, slots=False)
 class LogprobsOptions(WantedLogprobsOptions):
     """What ``logprobs`` needs besides; ``all`` has one ``max_tokens`` for all smokes."""
 
@@ -169,7 +170,7 @@ class LogprobsOptions(WantedLogprobsOptions):
     """How many tokens to generate."""
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@frozen(kw_only=True, slots=False)
 class AllOptions(UtilityOptions, WantedLogprobsOptions):
     """What all smokes together need."""
 
@@ -206,7 +207,7 @@ def _check_ratio(_type: Any, value: float) -> None:
 Seconds = Parameter(validator=_check_seconds, group=LOAD)
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@frozen(kw_only=True, slots=False)
 class BenchOptions(SmokeOptions):
     """What ``bench`` needs besides; names and defaults are those of ``vllm bench serve``."""
 

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import attrs
 
 from trio_vllm.cli.app import one_line, write_output
+from trio_vllm.values import define
 
 Result = Literal["passed", "failed", "skipped"]
 
@@ -19,7 +20,7 @@ SHORT = ("model", "engine_count", "vllm_version")
 """Findings that are in the small JSON object, too."""
 
 
-@attrs.define
+@define
 class Report:
     """What one smoke has found out; prints each finding at once, unless told to be quiet."""
 

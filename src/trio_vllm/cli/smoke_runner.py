@@ -47,6 +47,7 @@ from trio_vllm.concurrency import running
 from trio_vllm.mock import MockEngineConfig, ServeOptions, serve_mock_engines
 from trio_vllm.processes import EndTimes
 from trio_vllm.spawn import SPAWNED_END, free_port
+from trio_vllm.values import frozen
 
 NAME = "llm-smoke"
 
@@ -59,7 +60,7 @@ EXPECTED = (EngineCoreError, EnginesEndedError, OSError, SmokeError)
 """What engines, the system or the user can cause; all else is a bug of ours."""
 
 
-@attrs.frozen(str=False)
+@frozen(str=False)
 class TimeLimitError(Exception):
     """The time for all smokes together is over."""
 
@@ -121,7 +122,7 @@ class _Warnings(logging.Handler):
             report.warnings.append(one_line(record.getMessage()))
 
 
-@attrs.frozen
+@frozen
 class _Run:
     options: SmokeOptions
     command: Sequence[str]

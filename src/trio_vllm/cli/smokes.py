@@ -27,6 +27,7 @@ from trio_vllm import (
 from trio_vllm.cli.smoke_options import GenerateOptions, LogprobsOptions, UtilityOptions
 from trio_vllm.cli.smoke_report import Report
 from trio_vllm.protocol import RequestErrorInfo
+from trio_vllm.values import define
 
 PROMPT_TOKEN_IDS = [20841, 448, 6896, 25, 23811]
 """The examples' own: "Reply with exactly: hello" to a Qwen3 model."""
@@ -145,7 +146,7 @@ async def logprobs(llm: Llm, report: Report, options: LogprobsOptions) -> None:
 SMOKES: dict[str, Smoke] = {"generate": generate, "utility": utility, "logprobs": logprobs}
 
 
-@attrs.define
+@define
 class _Answer:
     """All outputs of one request."""
 

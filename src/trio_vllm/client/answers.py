@@ -25,6 +25,7 @@ from trio_vllm.protocol import (
     PoolingParams,
     Tensor,
 )
+from trio_vllm.values import define, frozen
 
 COMPLETE_ENDS = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION})
 """How a request ends whose answer has to be whole."""
@@ -68,7 +69,7 @@ def logprob_columns(
 # Of the tokens that were sampled ------------------------------------------------------------------
 
 
-@attrs.frozen
+@frozen
 class LogprobsCheck:
     """Each output with tokens has their log probabilities, in so many columns at least."""
 
@@ -120,7 +121,7 @@ def _check_columns(field: str, logprobs: Logprobs, columns: int) -> None:
 # Of the prompt ------------------------------------------------------------------------------------
 
 
-@attrs.define
+@define
 class PromptLogprobsCheck:
     """There is one row for each prompt token but the first, over all outputs."""
 
@@ -161,7 +162,7 @@ class PromptLogprobsCheck:
             raise invalid("new_prompt_logprobs_tensors", reason)
 
 
-@attrs.define
+@define
 class PromptTokenIdLogprobsCheck:
     """There is one log probability for each id that was named."""
 
@@ -188,7 +189,7 @@ class PromptTokenIdLogprobsCheck:
 # Of a prompt that is pooled -----------------------------------------------------------------------
 
 
-@attrs.define
+@define
 class PooledCheck:
     """The end has what the prompt was pooled to, and vectors are as long as they should be."""
 

@@ -21,8 +21,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
-import attrs
-
 from trio_vllm.client.streams import Sink
 from trio_vllm.protocol import (
     BareRowPattern,
@@ -34,6 +32,7 @@ from trio_vllm.protocol import (
     row_request_id,
     unpack_id,
 )
+from trio_vllm.values import frozen
 
 T = TypeVar("T")
 
@@ -75,7 +74,7 @@ class TokenPlace(NamedTuple):
     """So many tokens it may hold."""
 
 
-@attrs.frozen
+@frozen
 class _LineUp:
     """The requests of a message's bare rows, looked up."""
 

@@ -108,6 +108,7 @@ from trio_vllm.protocol import (
     row_request_id,
     unpacked_row,
 )
+from trio_vllm.values import frozen
 
 _log = logging.getLogger("trio_vllm.client")
 
@@ -142,7 +143,7 @@ FOR_OTHER_ENGINE = "a message that names an engine which its connection does not
 FOR_OTHERS_REQUEST = "an output for a request of another engine"
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class ClientStatistics:
     """What a client has in its tables, for tests and for the curious."""
 

@@ -25,6 +25,7 @@ from trio_vllm.protocol import (
     UndecodedBatch,
     encode_abort,
 )
+from trio_vllm.values import define, frozen
 
 
 class EngineState(enum.Enum):
@@ -38,7 +39,7 @@ class EngineState(enum.Enum):
     """It is given up, and its requests have failed."""
 
 
-@attrs.define(eq=False)
+@define(eq=False)
 class QueuedMessage:
     """A message to one engine, without the engine id that leads it on the wire."""
 
@@ -48,7 +49,7 @@ class QueuedMessage:
     """The request that this is, if another engine may have it as well should this one be gone."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class EngineSnapshot:
     """What was known of one engine at a time."""
 
@@ -64,7 +65,7 @@ class EngineSnapshot:
     """When they came, by trio's clock."""
 
 
-@attrs.define(eq=False)
+@define(eq=False)
 class Engine:
     """One engine core: its state, its requests, its load, and what it is to be sent.
 
@@ -435,7 +436,7 @@ class LeastWaiting:
 # What they told of themselves -----------------------------------------------------------------------
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class EngineInfo:
     """What all engines together told of themselves when they registered.
 

@@ -34,6 +34,7 @@ from trio_vllm.protocol import (
     LateInteractionParams,
     LoRARequest,
 )
+from trio_vllm.values import define
 
 Adapter = tuple[str, str]
 """Name and path."""
@@ -61,7 +62,7 @@ def _backend(request: EngineCoreRequest) -> str | None:
     return params.structured_outputs.backend
 
 
-@attrs.define(eq=False)
+@define(eq=False)
 class EngineFacts:
     """What is known of the engines, all together."""
 

@@ -39,6 +39,7 @@ from trio_vllm.protocol import (
     plain_items,
     request_label,
 )
+from trio_vllm.values import frozen
 
 # Defaults ---------------------------------------------------------------------------------------
 
@@ -272,7 +273,7 @@ def _pooling_changes(params: PoolingParams) -> dict[str, Any]:
 # Checks -----------------------------------------------------------------------------------------
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class RequestLimits:
     """What the engines behind a client can take. What is not known of them is None or False."""
 

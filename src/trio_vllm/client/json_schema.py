@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import attrs
-
 from trio_vllm.client.regex_syntax import ANY, find_fault
+from trio_vllm.values import frozen
 
 XGRAMMAR_FORMATS = frozenset(
     {
@@ -134,7 +133,7 @@ def has_pattern_properties(schema: object) -> bool:
 TYPES = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 
 
-@attrs.frozen
+@frozen
 class _Misfit(Exception):  # noqa: N818 (never leaves this module)
     """Something in a schema is not what it must be."""
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 import attrs
 
 from trio_vllm.protocol import EngineCoreRequest, LateInteractionParams
+from trio_vllm.values import define, frozen
 
 
 def late_interaction_of(request: EngineCoreRequest) -> LateInteractionParams | None:
@@ -25,13 +26,13 @@ def late_interaction_engine(query_key: str, engine_count: int) -> int:
     return zlib.crc32(query_key.encode()) % engine_count
 
 
-@attrs.frozen
+@frozen
 class _Query:
     engine_index: int
     uses: int
 
 
-@attrs.define
+@define
 class SentQueries(Mapping[str, int]):
     """Queries by key, each with the number of documents that it is still good for.
 

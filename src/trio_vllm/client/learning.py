@@ -28,6 +28,7 @@ from trio_vllm.protocol import (
     LoRARequest,
     vocabulary_question,
 )
+from trio_vllm.values import define
 
 
 class Engines(Protocol):
@@ -48,7 +49,7 @@ class Engines(Protocol):
         ...
 
 
-@attrs.define(eq=False)
+@define(eq=False)
 class _Run:
     """Something under way that other tasks wait for."""
 

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import attrs
+from trio_vllm.values import frozen
 
 _TOKEN = re.compile(
     r"""
@@ -43,7 +43,7 @@ _ALWAYS = {
 """Kinds of tokens that no engine of regular expressions takes, and why."""
 
 
-@attrs.frozen
+@frozen
 class Dialect:
     """What a backend does not take, by the kind of the token, besides what none takes."""
 

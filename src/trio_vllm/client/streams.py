@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-import attrs
 import trio
 
 from trio_vllm.client.answers import AnswerCheck
@@ -15,6 +14,7 @@ from trio_vllm.client.field_errors import invalid
 from trio_vllm.concurrency import Waker
 from trio_vllm.errors import DecodeError, EngineCoreError, copy_error
 from trio_vllm.protocol import CodecError, EngineCoreOutput, Frames
+from trio_vllm.values import define
 
 
 class Sink(Protocol):
@@ -65,7 +65,7 @@ class Sink(Protocol):
         ...
 
 
-@attrs.define
+@define
 class StreamOutput:
     """One output of a request, with what its message said besides.
 

@@ -22,6 +22,7 @@ from trio_vllm.errors import (
     copy_error,
 )
 from trio_vllm.protocol import UNENCODABLE_RESULTS, UtilityOutput
+from trio_vllm.values import define, frozen
 
 T = TypeVar("T")
 
@@ -60,7 +61,7 @@ def check_utility_call(method: str, args: Sequence[Any]) -> None:
         raise UtilityRefusedError(method, reason)
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class KvCacheGroup:
     """Layers of a model whose KV cache has one form."""
 
@@ -73,7 +74,7 @@ class KvCacheGroup:
     """Tokens that attention looks back, if it does not look at all of them."""
 
 
-@attrs.frozen
+@frozen
 class Result(Generic[T]):
     """What a method gives: in words, and a function from what came to that, or to `TypeError`."""
 
@@ -161,7 +162,7 @@ class Wakeable(Protocol):
         ...
 
 
-@attrs.define(eq=False)
+@define(eq=False)
 class UtilityCall:
     """One method, asked of several engines."""
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import attrs
+from trio_vllm.values import frozen
 
 NIXL = "nixl"
 MOONCAKE = "mooncake"
@@ -53,7 +53,7 @@ COUNTS: dict[str, dict[str, tuple[str, ...]]] = {
 """By connector and counter, the fields whose numbers it sums."""
 
 
-@attrs.frozen
+@frozen
 class Transfers:
     """Transfers between engines since the last statistics, by metric."""
 
@@ -62,7 +62,7 @@ class Transfers:
     counts: dict[str, float]
 
 
-@attrs.frozen
+@frozen
 class StoreOperation:
     """One operation on a Mooncake store."""
 

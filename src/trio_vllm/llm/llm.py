@@ -60,9 +60,10 @@ from trio_vllm.llm.statistics import (
     describe_engine,
 )
 from trio_vllm.protocol import EngineCoreRequest, SchedulerStats
+from trio_vllm.values import define
 
 
-@attrs.define(eq=False)
+@define(eq=False)
 class Generation:
     """The engine requests of one caller's request; they share a waker, on which one task may wait."""
 

@@ -24,9 +24,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-import attrs
-
 from trio_vllm.errors import ConfigurationError, how_to_install
+from trio_vllm.values import frozen
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
@@ -125,7 +124,7 @@ LATER = "later"
 """Each series is there from its first value on: its labels are not known before."""
 
 
-@attrs.frozen
+@frozen
 class _Metric:
     """A metric by engine, with one further label or two; `values` are those known of the first."""
 

@@ -28,6 +28,7 @@ from trio_vllm.protocol import (
     SchedulerStats,
     SpecDecodingStats,
 )
+from trio_vllm.values import define, frozen
 
 
 class AdapterState(enum.Enum):
@@ -38,7 +39,7 @@ class AdapterState(enum.Enum):
     OVER = enum.auto()
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class FinishedCompletion:
     """One engine request that has ended, as `Observer.finished` gets it."""
 
@@ -112,7 +113,7 @@ class Observer:
         """All completions of a prompt have ended; the longest has this many tokens."""
 
 
-@attrs.define
+@define
 class _Batch:
     timestamp: float
     prompt_tokens: int = 0
@@ -306,7 +307,7 @@ class ObservedCollector(Collector):
 _log = logging.getLogger("trio_vllm.llm")
 
 
-@attrs.define
+@define
 class _Drafts:
     """Sums of speculative decoding."""
 
@@ -338,7 +339,7 @@ class _Drafts:
         ]
 
 
-@attrs.define
+@define
 class _Counts:
     """Sums since the last line."""
 

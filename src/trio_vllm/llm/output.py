@@ -19,9 +19,10 @@ from trio_vllm.protocol import (
     RequestSpecDecodeMetrics,
     SamplingMask,
 )
+from trio_vllm.values import define, frozen
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Usage:
     """Token counts of a request so far."""
 
@@ -31,7 +32,7 @@ class Usage:
     """Prompt tokens that came out of a cache, if the engine says."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class WeightVersionSpan:
     """The output tokens ``start`` to ``end`` (exclusive) were made with these weights."""
 
@@ -40,7 +41,7 @@ class WeightVersionSpan:
     version: str
 
 
-@attrs.define(kw_only=True)
+@define(kw_only=True)
 class RequestTimings:
     """Durations of the parts of a completion so far, in seconds; None where the engine does not say.
 
@@ -144,7 +145,7 @@ class Progress(NamedTuple):
         )
 
 
-@attrs.define(kw_only=True, eq=False)
+@define(kw_only=True, eq=False)
 class Completion:
     """Fields of a whole completion and of a stream's delta: what is said of these tokens.
 
@@ -197,7 +198,7 @@ class Completion:
         return Progress._make(self._progress).timings()
 
 
-@attrs.define(kw_only=True, eq=False)
+@define(kw_only=True, eq=False)
 class CompletionDelta(Completion):
     """What is new of a completion since the last delivery of its stream."""
 
@@ -210,14 +211,14 @@ class CompletionDelta(Completion):
         return self.finish_reason is not None
 
 
-@attrs.define(kw_only=True, eq=False)
+@define(kw_only=True, eq=False)
 class CompletionOutput(Completion):
     """One whole completion of a prompt."""
 
     finish_reason: FinishReason
 
 
-@attrs.define(kw_only=True, eq=False)
+@define(kw_only=True, eq=False)
 class GenerateOutput:
     """The completions of one prompt.
 
@@ -289,7 +290,7 @@ class GenerateOutput:
         return self.completions[0]
 
 
-@attrs.define(kw_only=True, eq=False)
+@define(kw_only=True, eq=False)
 class EncodeOutput:
     """The pooled prompt."""
 

@@ -17,6 +17,7 @@ from trio_vllm.protocol import (
     PoolingParams,
     as_token_ids,
 )
+from trio_vllm.values import define, frozen
 
 
 def _has_class(expected: type) -> Any:
@@ -37,7 +38,7 @@ def _is_text(_: PromptRequest, attribute: attrs.Attribute[Any], value: object) -
         raise TypeError(f"{attribute.name} must be a string, not {value!r}")
 
 
-@attrs.frozen(eq=False)
+@frozen(eq=False)
 class PromptRequest:
     """Fields of both kinds of request; mirrors ``GenerateRequest`` of ``rust/src/llm``."""
 
@@ -61,7 +62,7 @@ class PromptRequest:
     kv_hints: KvHintsEnvelope | None = attrs.field(default=None, kw_only=True)
 
 
-@attrs.frozen(eq=False)
+@frozen(eq=False)
 class GenerateRequest(PromptRequest):
     """A prompt to complete."""
 
@@ -76,7 +77,7 @@ class GenerateRequest(PromptRequest):
     reasoning_ended: bool | None = attrs.field(default=None, kw_only=True)
 
 
-@attrs.frozen(eq=False)
+@frozen(eq=False)
 class EncodeRequest(PromptRequest):
     """A prompt to pool, into an embedding for example."""
 
@@ -103,7 +104,7 @@ MAX_COMPLETIONS = 16_384
 MAX_SEED = 2**63 - 1
 
 
-@attrs.define
+@define
 class RequestIds:
     """A request's id at the caller and at the engine, and its arrival time."""
 

@@ -9,9 +9,10 @@ import attrs
 from trio_vllm.client import EngineSnapshot
 from trio_vllm.llm.collector import Collector
 from trio_vllm.llm.observers import waiting_count
+from trio_vllm.values import define, frozen
 
 
-@attrs.define(kw_only=True)
+@define(kw_only=True)
 class TokenTotals:
     """Tokens of this `Llm`'s requests at one engine, since it was opened."""
 
@@ -41,7 +42,7 @@ class TokenTotals:
         )
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class EngineStatistics:
     """One engine; None is what is not known, so if it has sent no statistics that can be read.
 
@@ -75,7 +76,7 @@ class EngineStatistics:
     """Seconds since its newest statistics came."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class LlmStatistics:
     """All engines by index, the dead too, and the requests of this `Llm`'s callers."""
 
@@ -86,7 +87,7 @@ class LlmStatistics:
     """Callers' requests that have not ended; each may be several engine requests."""
 
 
-@attrs.define
+@define
 class TokenCounter:
     """Counts the tokens of requests by engine; what is in flight is looked at only when asked."""
 

@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 
 from trio_vllm.protocol import LoRARequest
+from trio_vllm.values import define
 
 
 class AdapterCallError(Exception):
@@ -58,7 +59,7 @@ def _config_fault(config: Any, max_rank: int) -> str | None:
     return " ".join(faults) or None
 
 
-@attrs.define
+@define
 class Adapters:
     """Adapter ids, least recently used first; as in upstream, one too many evicts the first."""
 

@@ -25,6 +25,7 @@ from trio_vllm.protocol import (
     FinishReason,
     is_vocabulary_question,
 )
+from trio_vllm.values import frozen
 
 SELECTORS = ("id", "prompt", "index")
 CONTENTS = ("tokens", "text", "length")
@@ -32,7 +33,7 @@ _KEYS = {*SELECTORS, *CONTENTS, "finish_reason", "stop_reason"}
 _REASONS = {str(reason): reason for reason in FinishReason}
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class AnswerLine:
     """One line: which request it is for, and what that gets."""
 

@@ -17,6 +17,7 @@ import attrs
 from trio_vllm.mock.content import request_key
 from trio_vllm.mock.spread import Spread
 from trio_vllm.protocol import EngineCoreRequest, EngineCoreSamplingParams, FinishReason
+from trio_vllm.values import define, frozen
 
 _LENGTH = 1 << 43
 """The position at which the length of a request is drawn."""
@@ -32,7 +33,7 @@ class RequestTokens(Protocol):
         ...
 
 
-@attrs.frozen
+@frozen
 class GivenTokens:
     """Tokens that are known beforehand; behind the last one they begin again."""
 
@@ -48,7 +49,7 @@ class GivenTokens:
         return [self.tokens[place % size] for place in range(at, at + count)]
 
 
-@attrs.frozen
+@frozen
 class Ending:
     """Where an answer ends if nothing ends it earlier."""
 
@@ -82,7 +83,7 @@ def stopping(params: EngineCoreSamplingParams, length: int, *, eos: str = "repla
     return Ending(length + follows, last_token=token)
 
 
-@attrs.define
+@define
 class Answer:
     """What one request is answered with."""
 
@@ -102,7 +103,7 @@ class Answers(Protocol):
         ...
 
 
-@attrs.frozen
+@frozen
 class RandomAnswers:
     """Tokens that depend on the seed, the engine's index and the request id."""
 
@@ -124,7 +125,7 @@ class RandomAnswers:
         return Answer(key, ending=stopping(params, length))
 
 
-@attrs.frozen
+@frozen
 class PromptAnswers(RandomAnswers):
     """Tokens that depend on the prompt and, unless a request is greedy, on its sampling seed.
 
@@ -151,7 +152,7 @@ def _prompt_parts(wire: EngineCoreRequest) -> list[bytes]:
     return [tokens, embeds, lora.encode(), *media]
 
 
-@attrs.frozen
+@frozen
 class EchoAnswers:
     """The tokens of the prompt in their order, and the end; a prompt of embeddings gets others."""
 

@@ -17,6 +17,8 @@ from itertools import accumulate
 
 import attrs
 
+from trio_vllm.values import frozen
+
 DEFAULT_SEED = "vllm-none-hash"
 """What upstream hashes in place of the parent of a first block, if PYTHONHASHSEED is not set."""
 
@@ -72,7 +74,7 @@ HASH_FUNCTIONS: dict[str, HashFunction] = {"sha256": sha256, "sha256_cbor": sha2
 """By their names in ``--prefix-caching-hash-algo``."""
 
 
-@attrs.frozen
+@frozen
 class MultiModalSpan:
     """Where one multimodal input stands in a prompt, and the hash that identifies it."""
 
@@ -81,7 +83,7 @@ class MultiModalSpan:
     length: int
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class CacheScope:
     """What keeps a request's blocks apart from blocks of the same tokens."""
 

@@ -21,6 +21,7 @@ import attrs
 from trio_vllm.endpoint import ADDRESS_FORMS, parse_endpoint
 from trio_vllm.errors import ConfigurationError, how_to_install
 from trio_vllm.limits import MAX_ENGINES
+from trio_vllm.values import frozen
 
 MAX_VOCAB_SIZE = 2**31
 """With log probabilities, token ids are signed 32-bit integers on the wire."""
@@ -66,7 +67,7 @@ TASKS = (
 """What a model may support: upstream's ``vllm/tasks.py``."""
 
 
-@attrs.frozen
+@frozen
 class Check:
     """Validates one option; raises `ConfigurationError` that names it."""
 
@@ -225,7 +226,7 @@ def _tokenizer(value: Any) -> str | None:
     return None if is_there else "must be a folder with a tokenizer.json"
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class KvEventsOptions:
     """Where KV-cache events are published: upstream's ``KVEventsConfig``, with its defaults."""
 
@@ -284,7 +285,7 @@ def _kv_events_config(value: Any) -> str | None:
     return None
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class MockEngineConfig:
     """How mock engines behave and what they say of themselves.
 
@@ -669,7 +670,7 @@ def _scheduling_defaults() -> Sequence[tuple[str, Any]]:
     ]
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class ServeOptions:
     """Where mock engines serve, how many, and for how long.
 

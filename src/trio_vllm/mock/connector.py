@@ -20,6 +20,7 @@ import attrs
 
 from trio_vllm.mock.config import NEWEST_RELEASE, MockEngineConfig
 from trio_vllm.protocol import EngineCoreRequest
+from trio_vllm.values import define, frozen
 
 REMOTE_FIELDS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 """What a decode engine has to be told besides ``remote_block_ids``."""
@@ -37,7 +38,7 @@ LEAST_DURATION = 1e-6
 """NIXL counts microseconds."""
 
 
-@attrs.define
+@define
 class ConnectorStats:
     """What an engine has transferred: ``kv_connector_stats`` as NIXL's connector fills it.
 
@@ -62,7 +63,7 @@ class ConnectorStats:
         self.num_descriptors.append(num_blocks * DESCRIPTORS_PER_BLOCK)
 
 
-@attrs.frozen
+@frozen
 class Fetched:
     """Blocks of a request have been fetched, or never will be: who keeps them may free them."""
 
@@ -71,7 +72,7 @@ class Fetched:
     request_id: str
 
 
-@attrs.define(eq=False)
+@define(eq=False)
 class KvTransfer:
     """The part that one request has in a transfer."""
 
@@ -84,7 +85,7 @@ class KvTransfer:
     """The ``kv_transfer_params`` of its last output."""
 
 
-@attrs.define(eq=False)
+@define(eq=False)
 class Connector:
     """The ``kv_transfer_params`` of one engine."""
 

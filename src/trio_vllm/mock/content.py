@@ -14,11 +14,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 
 from trio_vllm.protocol import Array, Logprobs, PoolingParams
+from trio_vllm.values import frozen
 
 U64 = npt.NDArray[np.uint64]
 
@@ -331,7 +331,7 @@ PER_TOKEN = ("token_embed", "token_classify")
 _LABELLING = ("classify", "token_classify")
 
 
-@attrs.frozen
+@frozen
 class Pooler:
     """Makes up the answers to pooling requests: embeddings, or probabilities of labels."""
 

@@ -17,8 +17,6 @@ import enum
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-import attrs
-
 from trio_vllm.mock.config import MockEngineConfig
 from trio_vllm.mock.late_interaction import LateQueries, late_params
 from trio_vllm.protocol import (
@@ -30,6 +28,7 @@ from trio_vllm.protocol import (
     LoRARequest,
     UtilityRequest,
 )
+from trio_vllm.values import define, frozen
 
 
 class Thread(enum.Enum):
@@ -40,7 +39,7 @@ class Thread(enum.Enum):
     OUTPUT = "output thread"
 
 
-@attrs.frozen
+@frozen
 class Death:
     """What an engine died of."""
 
@@ -54,7 +53,7 @@ class Death:
         return f"{self.cause}: {self.reason}"
 
 
-@attrs.define
+@define
 class Situation:
     """What an engine is and has, as far as it matters to a request that comes."""
 
@@ -72,7 +71,7 @@ class Situation:
         return self.config.supported_tasks
 
 
-@attrs.frozen
+@frozen
 class RequestRule:
     """A kind of request that kills, and why."""
 
@@ -84,7 +83,7 @@ class RequestRule:
     """Whether it kills when it is added, and not when it runs."""
 
 
-@attrs.frozen
+@frozen
 class ParamsRule:
     """Sampling parameters that vLLM's constructor refuses while the message is decoded."""
 
@@ -291,7 +290,7 @@ REQUEST_RULES = (
 """What kills an engine once it is decoded, or while it is; the first that applies is the cause."""
 
 
-@attrs.define
+@define
 class Deaths:
     """Says of each message whether an engine dies of it."""
 

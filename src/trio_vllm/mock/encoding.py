@@ -31,6 +31,7 @@ from trio_vllm.protocol import (
     encode_outputs,
     index_of,
 )
+from trio_vllm.values import define, frozen
 
 COORDINATOR = -1
 """Instead of a client index: a message to the data-parallel coordinator."""
@@ -56,7 +57,7 @@ _ROWS_START = 2
 _STATS_START = _ROWS_START + 1  # behind the header of no rows
 
 
-@attrs.define
+@define
 class MessageBuilder:
     """Collects what one client gets in one step."""
 
@@ -234,7 +235,7 @@ def pack_strs(texts: Iterable[str]) -> bytes:
     return pack_array_header(len(packed)) + b"".join(packed)
 
 
-@attrs.frozen
+@frozen
 class TokenCells:
     """How token ids of one vocabulary are written: a mark and a big-endian number."""
 

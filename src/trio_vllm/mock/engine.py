@@ -59,6 +59,7 @@ from trio_vllm.protocol import (
     UtilityRequest,
     encode_outputs,
 )
+from trio_vllm.values import define, frozen
 
 if TYPE_CHECKING:
     from trio_vllm.mock.simulated import SimulatedScheduler
@@ -137,7 +138,7 @@ def data_parallel_size(init: HandshakeInit, default: int) -> int:
     return said if isinstance(said, int) and 1 <= said <= MAX_ENGINES else default
 
 
-@attrs.define
+@define
 class Wave:
     """The data-parallel wave that an engine is in, or waits for.
 
@@ -174,7 +175,7 @@ COORDINATOR_INTERVAL = 0.02
 """Seconds between two messages to the coordinator while requests run."""
 
 
-@attrs.define
+@define
 class LoadReporter:
     """Decides when the coordinator is told how busy an engine is.
 
@@ -200,7 +201,7 @@ class LoadReporter:
         self._next = now + COORDINATOR_INTERVAL
 
 
-@attrs.frozen
+@frozen
 class Replies:
     """Encodes the messages that an engine sends outside of steps."""
 
@@ -267,7 +268,7 @@ class Replies:
         return COORDINATOR, encode_outputs(notice)
 
 
-@attrs.define
+@define
 class Session:
     """A streaming-input session: one request id whose prompt comes in chunks.
 

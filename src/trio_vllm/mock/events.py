@@ -10,9 +10,10 @@ import attrs
 from trio_vllm.mock.deaths import Death
 from trio_vllm.mock.request import Request
 from trio_vllm.protocol import FinishReason
+from trio_vllm.values import define, frozen
 
 
-@attrs.frozen
+@frozen
 class RequestStarted:
     """A request was taken."""
 
@@ -23,7 +24,7 @@ class RequestStarted:
     chunk_size: int
 
 
-@attrs.frozen
+@frozen
 class RequestFinished:
     """A request is over."""
 
@@ -33,7 +34,7 @@ class RequestFinished:
     finish_reason: FinishReason
 
 
-@attrs.frozen
+@frozen
 class RequestRefused:
     """A request got no token, because of what it is; ``answered`` if its client was told."""
 
@@ -42,14 +43,14 @@ class RequestRefused:
     answered: bool = True
 
 
-@attrs.frozen
+@frozen
 class MessageIgnored:
     """A message could not be read, or is not for this engine."""
 
     reason: str
 
 
-@attrs.frozen
+@frozen
 class PaceLost:
     """The machine is too slow for the times that are asked for."""
 
@@ -57,7 +58,7 @@ class PaceLost:
     """How far behind it fell since the last entry of this kind."""
 
 
-@attrs.frozen
+@frozen
 class EngineDied:
     """The engine goes on without one of its threads, or not at all."""
 
@@ -74,7 +75,7 @@ PACE_INTERVAL = 10.0
 """Seconds between two entries about a lost pace."""
 
 
-@attrs.define
+@define
 class ScheduleCounts:
     """What frontends count of a schedule, when the engine tells them."""
 
@@ -87,7 +88,7 @@ class ScheduleCounts:
     """Those that were found there."""
 
 
-@attrs.define
+@define
 class Summary:
     """Counts since the start; add up those of several engines."""
 
@@ -154,7 +155,7 @@ class Summary:
         )
 
 
-@attrs.define
+@define
 class EventLog:
     """Counts what one engine does, and keeps entries of it until they are fetched."""
 

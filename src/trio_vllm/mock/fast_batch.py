@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import attrs
 import numpy as np
 
 from trio_vllm.mock.config import MockEngineConfig
@@ -30,6 +29,7 @@ from trio_vllm.mock.encoding import (
 from trio_vllm.mock.logprob_cells import MAX_COLUMNS, LogprobCells
 from trio_vllm.mock.request import Request
 from trio_vllm.protocol import Buffer
+from trio_vllm.values import define
 
 FIRST_CAPACITY = 4
 """Rows of a new block: few, since there may be one for each length of ids."""
@@ -44,7 +44,7 @@ Cells = TokenCells | LogprobCells
 """What changes in a row from step to step."""
 
 
-@attrs.define(eq=False, weakref_slot=False)
+@define(eq=False, weakref_slot=False)
 class Member:
     """A request in the batch, and its place there; steps are those of its client."""
 

@@ -31,6 +31,7 @@ from trio_vllm.mock.kv_events import (
     KvCacheEvent,
 )
 from trio_vllm.protocol import PrefixCacheStats
+from trio_vllm.values import define
 
 BLOCKS_AT_ONCE = 64
 """Blocks that are hashed without a turn for others: some 0.3 ms."""
@@ -118,7 +119,7 @@ class CachedBlocks:
             del self._others[block_hash]
 
 
-@attrs.define(eq=False)
+@define(eq=False)
 class BlockTable:
     """The blocks of one request, and the tokens in them."""
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
-import attrs
+from trio_vllm.values import define
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 """In place of a sequence number: the end of an answer of the replay socket."""
@@ -19,7 +19,7 @@ BlockHash: TypeAlias = int | bytes
 ExtraKeys: TypeAlias = tuple[object, ...] | None
 
 
-@attrs.define(kw_only=True)
+@define(kw_only=True)
 class BlockStored:
     """Blocks of one request that follow each other came into the prefix cache."""
 
@@ -52,7 +52,7 @@ class BlockStored:
         return wire
 
 
-@attrs.define
+@define
 class BlockRemoved:
     """A block was evicted from the prefix cache."""
 
@@ -68,7 +68,7 @@ class BlockRemoved:
         }
 
 
-@attrs.define
+@define
 class AllBlocksCleared:
     """The prefix cache was reset."""
 

@@ -12,11 +12,12 @@ import numpy.typing as npt
 
 from trio_vllm.mock.content import Pooler
 from trio_vllm.protocol import EngineCoreRequest, LateInteractionParams, PoolingParams
+from trio_vllm.values import define
 
 Numbers = npt.NDArray[np.float32]
 
 
-@attrs.define
+@define
 class LateQuery:
     """A query: its vectors follow from its key and its length."""
 
@@ -39,7 +40,7 @@ def late_params(wire: EngineCoreRequest, mode: str) -> LateInteractionParams | N
     return late if late is not None and late.mode == mode else None
 
 
-@attrs.define
+@define
 class LateQueries:
     """The queries of one engine, by their keys."""
 

@@ -15,12 +15,13 @@ from trio_vllm.mock.plain_batch import PlainMember
 from trio_vllm.mock.request import Request
 from trio_vllm.mock.scheduled_request import ScheduledRequest
 from trio_vllm.mock.token_rows import Layout, TokenRows
+from trio_vllm.values import define
 
 _MANY = 16
 """If more leave at once, it takes less time to lay out the others anew."""
 
 
-@attrs.define(eq=False)
+@define(eq=False)
 class Member:
     """A request, and where its rows are made: in a slot, or as objects."""
 
@@ -32,7 +33,7 @@ class Member:
     """The request's, when its row was laid out."""
 
 
-@attrs.define(eq=False)
+@define(eq=False)
 class SeatedMembers:
     """Members in the order of their seats."""
 
@@ -58,7 +59,7 @@ class SeatedMembers:
         return place
 
 
-@attrs.define(eq=False)
+@define(eq=False)
 class Share(SeatedMembers):
     """What one client gets in a step: the rows of its requests with a slot."""
 

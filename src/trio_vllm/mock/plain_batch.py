@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
-import attrs
 import numpy as np
 
 from trio_vllm.mock.config import MockEngineConfig
@@ -23,6 +22,7 @@ from trio_vllm.protocol import (
     PrefillStats,
     Tensor,
 )
+from trio_vllm.values import define
 
 _NO_EXTRAS = Extras()
 
@@ -32,7 +32,7 @@ ROW_COST, LOGPROBS_COST = 200, 1500
 """To how many of them the making of a row comes, and of log probabilities for it."""
 
 
-@attrs.define(eq=False)
+@define(eq=False)
 class PlainMember:
     """A request in the batch, and how far it has come there."""
 

@@ -17,6 +17,7 @@ from trio_vllm.mock.engine import MockEngine
 from trio_vllm.mock.kv_events import EventPublisher, offset_port
 from trio_vllm.protocol import pack
 from trio_vllm.transport import KvEventSockets, open_kv_event_sockets
+from trio_vllm.values import define
 
 
 def _endpoints(config: KvEventsOptions, engine_index: int) -> tuple[str, str | None]:
@@ -30,7 +31,7 @@ def _endpoints(config: KvEventsOptions, engine_index: int) -> tuple[str, str | N
         raise ConfigurationError(f"kv_events_config: {error}, as several engines take") from None
 
 
-@attrs.define(eq=False)
+@define(eq=False)
 class KvEventFeed:
     """The sockets of one engine, and what goes out there for the `MockEngine` of the moment."""
 

@@ -35,9 +35,10 @@ from trio_vllm.protocol import (
     FinishReason,
     PoolingParams,
 )
+from trio_vllm.values import define, frozen
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Extras:
     """What a request asks for besides tokens; with more than log probabilities it takes the plain path."""
 
@@ -65,7 +66,7 @@ class Extras:
         return self.logprobs is not None and not (is_more or is_other)
 
 
-@attrs.define(eq=False, kw_only=True, weakref_slot=False)
+@define(eq=False, kw_only=True, weakref_slot=False)
 class Request:
     """An unfinished request; which batch it is in, and where, is that batch's to know."""
 
@@ -154,7 +155,7 @@ MAX_NUMBERS = 2**26
 """Log probabilities, or numbers of a vector, in one output: what they take is memory."""
 
 
-@attrs.frozen
+@frozen
 class Refusal:
     """Why a request gets an error output instead of tokens."""
 
@@ -165,7 +166,7 @@ class Refusal:
     retryable: bool = False
 
 
-@attrs.frozen
+@frozen
 class RequestFactory:
     """Makes a `Request` of what a frontend sends, or a `Refusal`.
 

@@ -36,6 +36,7 @@ from trio_vllm.protocol import (
     is_short_add,
 )
 from trio_vllm.transport import FrameReceiver, FrameSender, FrontendChannels, Received
+from trio_vllm.values import define, frozen
 
 BATCH = 0.00005
 """Seconds of steps whose messages are sent together."""
@@ -47,7 +48,7 @@ INPUT_LIMIT = 256
 """Messages received at a time."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class RunnerLimits:
     """How a runner shares time and memory; the defaults are for real use."""
 
@@ -59,7 +60,7 @@ class RunnerLimits:
     """Whose times an engine gets and sends; trio's clock has a zero of its own."""
 
 
-@attrs.define
+@define
 class Lockstep:
     """The engines of one process that end a wave together.
 
@@ -107,7 +108,7 @@ class EngineRunner:
         channels: FrontendChannels,
         *,
         on_idle_check: Callable[[], None],
-        limits: RunnerLimits = RunnerLimits(),
+        limits: RunnerLimits = RunnerLimits(),  # noqa: B008  (frozen)
     ) -> None:
         self.engine = engine
         self._channels = channels

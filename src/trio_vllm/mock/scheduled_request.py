@@ -9,6 +9,7 @@ import attrs
 from trio_vllm.mock.connector import KvTransfer
 from trio_vllm.mock.kv_cache import BlockTable
 from trio_vllm.protocol import EngineCoreEvent, EventType, PrefillStats
+from trio_vllm.values import define
 
 
 class RequestStatus(enum.Enum):
@@ -23,7 +24,7 @@ class RequestStatus(enum.Enum):
     FINISHED = enum.auto()
 
 
-@attrs.define(eq=False, kw_only=True)
+@define(eq=False, kw_only=True)
 class ScheduledRequest:
     """A request: how many tokens it has, and of how many the KV values are computed.
 

@@ -47,12 +47,13 @@ from trio_vllm.protocol import (
     SchedulerStats,
     SpecDecodingStats,
 )
+from trio_vllm.values import define, frozen
 
 PREEMPTED_AT_ONCE = 128
 """Requests preempted without a turn for others, if all are: 1 ms, with long contexts some 10."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class SchedulerConfig:
     """The options of ``vllm serve`` that the scheduler depends on, under their names there."""
 
@@ -94,7 +95,7 @@ class SchedulerConfig:
         return self.max_num_active_seqs or self.max_num_seqs
 
 
-@attrs.frozen
+@frozen
 class RowExtras:
     """What the row of a request carries besides tokens and finish reason."""
 
@@ -102,7 +103,7 @@ class RowExtras:
     prefill_stats: PrefillStats | None
 
 
-@attrs.frozen
+@frozen
 class Sampled:
     """What a row got, if it is not one token."""
 
@@ -112,7 +113,7 @@ class Sampled:
     """Tokens in the row: fewer if the request ended at one of the drafts."""
 
 
-@attrs.frozen
+@frozen
 class Besides:
     """Running requests that compute one token each."""
 
@@ -131,7 +132,7 @@ ONE_TOKEN = Sampled(0, 1)
 NOTHING_BUT_ONE_TOKEN: Mapping[ScheduledRequest, Sampled] = MappingProxyType({})
 
 
-@attrs.define(eq=False)
+@define(eq=False)
 class Step:
     """What an engine does in one step."""
 
@@ -180,7 +181,7 @@ def _holds_blocks(request: ScheduledRequest) -> bool:
     return request.num_computed_tokens > 0
 
 
-@attrs.frozen
+@frozen
 class Shortage:
     """A waiting request that did not fit."""
 
@@ -191,7 +192,7 @@ class Shortage:
     """Of the cache until then."""
 
 
-@attrs.frozen
+@frozen
 class Loan:
     """Blocks of a request that is over, kept for another engine."""
 
@@ -199,7 +200,7 @@ class Loan:
     end: float
 
 
-@attrs.frozen
+@frozen
 class Fetch:
     """A transfer that is under way."""
 
@@ -208,7 +209,7 @@ class Fetch:
     end: float
 
 
-@attrs.define
+@define
 class RemoteBlocks:
     """What a scheduler fetches from other engines, and keeps for them."""
 

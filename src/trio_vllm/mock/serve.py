@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TypeAlias, assert_never
+from typing import TYPE_CHECKING, TypeAlias, assert_never
 
 import attrs
 import trio
@@ -43,11 +43,14 @@ from trio_vllm.transport import (
     EngineLingers,
     FrontendChannels,
     FrontendDisconnect,
-    InMemory,
     descriptors_per_engine,
     join_frontend,
     require_descriptors,
 )
+from trio_vllm.values import define, frozen
+
+if TYPE_CHECKING:  # only tests connect in memory
+    from trio_vllm.transport import InMemory
 
 log = logging.getLogger("trio_vllm.mock")
 
@@ -55,7 +58,7 @@ log = logging.getLogger("trio_vllm.mock")
 Tap: TypeAlias = Callable[[int, FrontendChannels], FrontendChannels]
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class ServeLimits:
     """Times and sizes that only tests change."""
 
@@ -77,7 +80,7 @@ async def serve_mock_engines(  # noqa: ASYNC128
     options: ServeOptions,
     *,
     shutdown: trio.Event | None = None,
-    limits: ServeLimits = ServeLimits(),
+    limits: ServeLimits = ServeLimits(),  # noqa: B008  (frozen)
     tap: Tap = lambda _index, channels: channels,
     states: EngineStatuses | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
@@ -113,7 +116,7 @@ async def serve_mock_engines(  # noqa: ASYNC128
     return states.total
 
 
-@attrs.define
+@define
 class _Service:
     """The engines of one call."""
 
@@ -333,7 +336,7 @@ class _Service:
             self._lockstep.settle(self._limits.runner.clock())
 
 
-@attrs.frozen
+@frozen
 class _Feeds:
     """What an engine tells to others than its frontend."""
 
@@ -355,7 +358,7 @@ class _Feeds:
             self._side_channel.tell(engine.pop_fetched())
 
 
-@attrs.define(eq=False)
+@define(eq=False)
 class _Session:
     """One engine's time with one frontend."""
 

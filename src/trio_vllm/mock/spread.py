@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from statistics import NormalDist
-
-import attrs
+from typing import TYPE_CHECKING
 
 from trio_vllm.mock.config import MAX_DEVIATION
 from trio_vllm.mock.content import hash_at
+from trio_vllm.values import frozen
+
+if TYPE_CHECKING:
+    from statistics import NormalDist
 
 _SALT = 1 << 42
 """Keeps the bits that spreads are drawn from apart from those of tokens."""
 _ACCEPTANCE = 1 << 44
 """The position from which on it is drawn how many draft tokens are accepted."""
-_NORMAL = NormalDist()
+
+
+@functools.cache
+def _normal() -> NormalDist:
+    from statistics import NormalDist  # noqa: PLC0415  (4 ms that lengths without a spread need not take)
+
+    return NormalDist()
 
 
 def share_at(key: int, position: int) -> float:
@@ -22,7 +31,7 @@ def share_at(key: int, position: int) -> float:
     return ((hash_at(key, _SALT + position) >> 11) + 0.5) / 2**53
 
 
-@attrs.frozen
+@frozen
 class Spread:
     """A mean with a standard deviation, never further from the mean than `MAX_DEVIATION` of it."""
 
@@ -34,11 +43,11 @@ class Spread:
         if not self.deviation:
             return self.mean
         most = MAX_DEVIATION * self.mean
-        drawn = self.deviation * _NORMAL.inv_cdf(share_at(key, position))
+        drawn = self.deviation * _normal().inv_cdf(share_at(key, position))
         return self.mean + min(most, max(-most, drawn))
 
 
-@attrs.frozen
+@frozen
 class Acceptance:
     """How many draft tokens of a step the model agrees with."""
 

@@ -8,9 +8,10 @@ import attrs
 
 from trio_vllm.mock.engine import MockEngine
 from trio_vllm.mock.events import Summary
+from trio_vllm.values import define, frozen
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class EngineStatus:
     """One engine at one moment."""
 
@@ -25,7 +26,7 @@ class EngineStatus:
     """Counts of all frontends that it has served."""
 
 
-@attrs.define
+@define
 class EngineStatuses:
     """The engines of this process, and what was last heard of those of others."""
 

@@ -28,6 +28,7 @@ from trio_vllm.protocol import (
     FinishReason,
     StructuredOutputsParams,
 )
+from trio_vllm.values import define, frozen
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -158,7 +159,7 @@ def _json_grammar(schema: Any, *, whitespace_flexible: bool) -> str:
     return grammar
 
 
-@attrs.define
+@define
 class Walk:
     """The way through a grammar, token by token."""
 
@@ -221,7 +222,7 @@ class Walk:
         return int(special[0]) if special.size else None
 
 
-@attrs.frozen
+@frozen
 class StructuredAnswers:
     """What matches a request's structured outputs; others are answered as they would be without."""
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import attrs
-
 from trio_vllm.mock.config import MockEngineConfig
 from trio_vllm.mock.scheduling import Step
 from trio_vllm.mock.spread import Spread
+from trio_vllm.values import frozen
 
 
-@attrs.frozen
+@frozen
 class StepTimes:
     """The duration of a step, from what it computes."""
 
@@ -51,7 +50,7 @@ class StepTimes:
         )
 
 
-@attrs.frozen
+@frozen
 class RequestTimes:
     """When the tokens of a request come, however many others there are."""
 

@@ -18,6 +18,7 @@ from trio_vllm.errors import ConfigurationError
 from trio_vllm.mock.config import MockEngineConfig
 from trio_vllm.mock.connector import Fetched
 from trio_vllm.transport import SideChannelSockets, open_side_channel_sockets
+from trio_vllm.values import define
 
 Release = Callable[[str], None]
 """Ends the loan of a request's blocks."""
@@ -25,7 +26,7 @@ Release = Callable[[str], None]
 MAX_PORT = 65_535
 
 
-@attrs.define
+@define
 class TransferHub:
     """The engines of one process that are connected in memory, by the address of their side channel."""
 
@@ -43,7 +44,7 @@ class TransferHub:
                 release(one.request_id)
 
 
-@attrs.define(eq=False)
+@define(eq=False)
 class SideChannel:
     """The side channel of one engine, for the `MockEngine` of the moment."""
 

@@ -25,6 +25,7 @@ from trio_vllm.mock.kv_events import KvCacheEvent
 from trio_vllm.mock.plain_batch import PlainBatch
 from trio_vllm.mock.request import Request
 from trio_vllm.protocol import EngineCoreRequest, EventType, PrefixCacheStats, SchedulerStats
+from trio_vllm.values import define
 
 Counts = tuple[int, int]
 """Requests running and waiting."""
@@ -53,7 +54,7 @@ CHANGING_STATS = (
 """The statistics that change without a schedule; prompts are queries of a cache that holds nothing."""
 
 
-@attrs.define
+@define
 class StepClock:
     """When steps are due: at the start of a busy period, and then every ``interval`` seconds.
 

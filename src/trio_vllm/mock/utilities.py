@@ -22,13 +22,14 @@ from trio_vllm.mock.config import MockEngineConfig
 from trio_vllm.mock.late_interaction import LateQueries
 from trio_vllm.mock.unlimited import Counts, Paused
 from trio_vllm.protocol import CACHE_RESETS, LoRARequest, UtilityOutput, UtilityRequest
+from trio_vllm.values import define, frozen
 
 PAUSE_MODES = ("abort", "wait", "keep")
 MEMORY = frozenset({"weights", "kv_cache"})
 """What sleeping gives up and waking up gets back, by tag."""
 
 
-@attrs.define
+@define
 class Pause:
     """The pause and sleep state of one engine, all there is of it.
 
@@ -118,7 +119,7 @@ class RequestAction(enum.Enum):
     """Forget the prefix cache, if no request runs."""
 
 
-@attrs.frozen
+@frozen
 class Outcome:
     """What comes of a utility call, for the engine to do in this order."""
 
@@ -127,7 +128,7 @@ class Outcome:
     """The answer; None if it will come later, from `EngineControl.pop_overdue`."""
 
 
-@attrs.frozen
+@frozen
 class _Then:
     """What a method returns if there is more to be done than to send its result."""
 
@@ -141,7 +142,7 @@ class _Then:
     """Whether the prefix cache is forgotten then."""
 
 
-@attrs.define
+@define
 class EngineControl:
     """Answers utility calls, and keeps the state that they change."""
 
@@ -237,7 +238,7 @@ def _check_arguments(name: str, args: Sequence[Any]) -> None:
         )
 
 
-@attrs.frozen
+@frozen
 class _Methods:
     """The methods that can be called, by name; arguments are the caller's and of any type."""
 

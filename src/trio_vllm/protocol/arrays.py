@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 
@@ -30,6 +29,7 @@ from trio_vllm.protocol.codec import (
 )
 from trio_vllm.protocol.msgpack import raw_view
 from trio_vllm.protocol.structs import set_codec
+from trio_vllm.values import frozen
 
 Array = npt.NDArray[Any]
 
@@ -76,7 +76,7 @@ _MAX_ITEMS = 2**59
 """What numpy takes for 8-byte numbers, even if a length of 0 leaves none."""
 
 
-@attrs.frozen(eq=False, repr=False)
+@frozen(eq=False, repr=False)
 class Tensor:
     """A torch tensor as it travels: a dtype name, a shape, C-contiguous little-endian bytes.
 

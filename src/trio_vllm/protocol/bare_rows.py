@@ -11,13 +11,12 @@ import functools
 import re
 from typing import Any
 
-import attrs
-
 from trio_vllm.protocol.codec import CodecError, Frames
 from trio_vllm.protocol.msgpack import pack, unpack
 from trio_vllm.protocol.output import UndecodedBatch, bare_token_ids
 from trio_vllm.protocol.pieces import array_head
 from trio_vllm.protocol.row_patterns import ANY_ID, MARK, TOKEN, pattern_around, split_rows
+from trio_vllm.values import frozen
 
 BareRowPattern = re.Pattern[bytes]
 """Matches the bare rows of an engine; its groups are the packed id and the packed token id."""
@@ -55,7 +54,7 @@ def _id_of_size(size: int) -> bytes:
     return re.escape(pack("x" * length)[:lead_size]) + b".{%d}" % length
 
 
-@attrs.frozen
+@frozen
 class BareRows:
     """The bare rows of a batch, in columns: which ids, and one token id for each."""
 

@@ -21,8 +21,9 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Generic, TypeVar
 
-import attrs
 import numpy as np
+
+from trio_vllm.values import frozen
 
 T = TypeVar("T")
 E = TypeVar("E", bound=enum.Enum)
@@ -56,7 +57,7 @@ class CodecError(ValueError):
         return f"{self.where or 'the value'} {self.reason}"
 
 
-@attrs.frozen
+@frozen
 class Codec(Generic[T]):
     """Converts values of type ``T`` to MessagePack objects and back."""
 
@@ -94,7 +95,7 @@ def summarize(value: object) -> str:
             return type(value).__name__
 
 
-@attrs.frozen
+@frozen
 class ForeignExtension:
     """Stands for a MessagePack extension of a type that is never loaded.
 

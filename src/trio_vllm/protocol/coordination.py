@@ -16,8 +16,6 @@ not fit the message.
 
 from __future__ import annotations
 
-import attrs
-
 from trio_vllm.errors import DecodeError
 from trio_vllm.protocol.codec import Buffer, Frames, UInt32
 from trio_vllm.protocol.handshake import EngineId
@@ -25,6 +23,7 @@ from trio_vllm.protocol.msgpack import decode_frame, pack
 from trio_vllm.protocol.output import DpControlOutput, UndecodedBatch, decode_outputs_lazily
 from trio_vllm.protocol.request import RequestType, StartDpWave, decode_start_dp_wave
 from trio_vllm.protocol.structs import as_array, codec_of
+from trio_vllm.values import define
 
 SUBSCRIBE = b"\x01"
 """Sent into an XPUB socket by an engine, or a frontend, that subscribes to all topics."""
@@ -33,7 +32,7 @@ COORDINATOR_READY = b"READY"
 
 
 @as_array()
-@attrs.define
+@define
 class EngineLoad:
     """The load of one engine."""
 
@@ -43,7 +42,7 @@ class EngineLoad:
 
 
 @as_array()
-@attrs.define
+@define
 class CoordinatorStats:
     """The coordinator's statistics for frontends; ``loads`` is in rank order, None if unchanged."""
 
@@ -77,7 +76,7 @@ def decode_coordinator_stats(frames: Frames) -> CoordinatorStats:
     return decode_frame(_STATS, frames, "a coordinator's stats")
 
 
-@attrs.define
+@define
 class Waves:
     """The state of data-parallel waves as a coordinator, or a frontend that follows one, knows it."""
 

@@ -25,6 +25,7 @@ from trio_vllm.protocol.codec import (
 )
 from trio_vllm.protocol.msgpack import decode_frame, pack
 from trio_vllm.protocol.structs import REQUIRED, codec_of
+from trio_vllm.values import frozen
 
 
 class EngineId(bytes):
@@ -54,7 +55,7 @@ class HandshakeStatus(enum.Enum):
     READY = "READY"
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class HandshakeReport:
     """An engine's HELLO (it lives) or READY (its model is loaded)."""
 
@@ -81,7 +82,7 @@ ParallelSetting = Annotated[
 ]
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class EngineAddresses:
     """The addresses that an engine connects to: one input and one output per client."""
 
@@ -92,7 +93,7 @@ class EngineAddresses:
     frontend_stats_publish_address: str | None = None
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class HandshakeInit:
     """The frontend's answer to HELLO."""
 
@@ -100,7 +101,7 @@ class HandshakeInit:
     parallel_config: Annotated[dict[str, ParallelSetting], REQUIRED] = attrs.field(factory=dict)
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class KvEventsConfig:
     """An engine's configuration of its publisher of KV-cache events."""
 
@@ -114,7 +115,7 @@ class KvEventsConfig:
     topic: str = ""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class EngineCoreReadyResponse:
     """The registration of an engine on an input socket: its limits and configuration."""
 

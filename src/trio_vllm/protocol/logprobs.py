@@ -34,9 +34,10 @@ from trio_vllm.protocol.codec import (
 )
 from trio_vllm.protocol.msgpack import pack, raw_view, unpack
 from trio_vllm.protocol.structs import set_codec
+from trio_vllm.values import define, frozen
 
 
-@attrs.frozen
+@frozen
 class TokenLogprob:
     """One candidate token of a position.
 
@@ -48,7 +49,7 @@ class TokenLogprob:
     rank: int
 
 
-@attrs.frozen
+@frozen
 class PositionLogprobs:
     """The candidates of one position: first the token itself, then the most probable ones."""
 
@@ -63,7 +64,7 @@ class PositionLogprobs:
 _ARRAY: Any = attrs.field(eq=attrs.cmp_using(eq=np.array_equal))
 
 
-@attrs.define
+@define
 class Logprobs:
     """Log probabilities of ``R`` positions with ``C`` candidates each; may alias the message.
 
@@ -177,7 +178,7 @@ _INTEGERS: dict[str, np.dtype[Any]] = {"<i4": np.dtype("<i4"), "<i8": np.dtype("
 _END = b"\xc0"
 
 
-@attrs.frozen
+@frozen
 class PackedLayout:
     """Where the arrays are in the packed sample logprobs of one token, if they travel inline."""
 
@@ -229,7 +230,7 @@ def layout_of_packed(packed: bytes) -> PackedLayout:
     return packed_layout(columns, id_type, rank_type)
 
 
-@attrs.define
+@define
 class _Rows:
     """Packed rows of one layout, one behind the other, to be made into arrays at once."""
 
@@ -352,7 +353,7 @@ def _bytes_of(data: Any, frames: Frames) -> Buffer:
     return frames[data] if type(data) is int and 0 < data < len(frames) else b""
 
 
-@attrs.define
+@define
 class SamplingMask:
     """The token ids that sampling could choose from, one row per new token.
 

@@ -28,13 +28,14 @@ from trio_vllm.protocol.codec import (
     wrong_type,
 )
 from trio_vllm.protocol.structs import set_codec
+from trio_vllm.values import define
 
 NestedTensors: TypeAlias = (
     "Tensor | np.ndarray[Any, Any] | int | float | Sequence[NestedTensors] | None"
 )
 
 
-@attrs.define
+@define
 class MultiModalField:
     """How a field batches: ``factory`` is ``batched``, ``flat`` or ``shared``.
 
@@ -46,7 +47,7 @@ class MultiModalField:
     kwargs: dict[str, Any] = attrs.field(factory=dict)
 
 
-@attrs.define
+@define
 class MultiModalFieldElem:
     """The value of one field of one feature, and how it batches."""
 
@@ -54,7 +55,7 @@ class MultiModalFieldElem:
     field: MultiModalField
 
 
-@attrs.define(kw_only=True)
+@define(kw_only=True)
 class PlaceholderRange:
     """The prompt positions that a feature stands for."""
 
@@ -64,7 +65,7 @@ class PlaceholderRange:
     """Boolean mask over the range: which positions take an embedding."""
 
 
-@attrs.define(kw_only=True)
+@define(kw_only=True)
 class MultiModalFeatureSpec:
     """One image, audio clip or video of a prompt, processed for the model."""
 

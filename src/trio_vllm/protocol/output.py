@@ -46,6 +46,7 @@ from trio_vllm.protocol.pieces import LARGE, PackedPiece, array_at, array_head, 
 from trio_vllm.protocol.stats import PrefillStats, RequestSpecDecodeMetrics, SchedulerStats
 from trio_vllm.protocol.structs import as_array, codec_of, defaults_of, index_of
 from trio_vllm.protocol.utility import UtilityOutput
+from trio_vllm.values import define
 
 
 class FinishReason(enum.IntEnum):
@@ -71,7 +72,7 @@ class EventType(enum.IntEnum):
     PREEMPTED = 3
 
 
-@attrs.define
+@define
 class EngineCoreEvent:
     """A change of a request's state, with its time by the engine's monotonic clock (seconds)."""
 
@@ -79,7 +80,7 @@ class EngineCoreEvent:
     timestamp: float
 
 
-@attrs.define(kw_only=True)
+@define(kw_only=True)
 class RequestErrorInfo:
     """The error that ended a request with ERROR (0.33); upstream calls it ``RequestError``."""
 
@@ -101,7 +102,7 @@ StopReason = Annotated[int | str, Codec("a stop reason", _check_stop_reason, _ch
 
 
 @as_array(minimum=2)
-@attrs.define(eq=False)
+@define(eq=False)
 class EngineCoreOutput:
     """One request's share of one step. Arrays may alias the message they came in."""
 
@@ -142,7 +143,7 @@ ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 """The sentinel of a dying engine: alone in its frame, on every output socket, not MessagePack."""
 
 
-@attrs.define(kw_only=True)
+@define(kw_only=True)
 class RequestBatchOutputs:
     """Outputs of one step, with statistics; either may be missing."""
 
@@ -155,7 +156,7 @@ class RequestBatchOutputs:
     weight_version: str | None = None
 
 
-@attrs.define(kw_only=True)
+@define(kw_only=True)
 class UtilityCallOutput:
     """The answer to a utility call."""
 
@@ -164,7 +165,7 @@ class UtilityCallOutput:
     timestamp: float = 0.0
 
 
-@attrs.define(kw_only=True)
+@define(kw_only=True)
 class DpControlOutput:
     """A wave notice for the coordinator: exactly one of the two waves is set."""
 
@@ -176,7 +177,7 @@ class DpControlOutput:
     timestamp: float = 0.0
 
 
-@attrs.define
+@define
 class EngineDead:
     """The sentinel of a dying engine; it does not name the engine."""
 
@@ -191,7 +192,7 @@ BYTES_AT_ONCE = 4 * 1024
 """Bytes of rows of a large message handled so; whoever waits for their requests has work with them, too."""
 
 
-@attrs.define
+@define
 class UndecodedBatch:
     """A `RequestBatchOutputs` whose outputs and statistics are not decoded yet."""
 
@@ -256,7 +257,7 @@ _STATS = Codec("a map or nil", unchecked, _OPTIONAL_STATS.encode)
 
 
 @as_array()
-@attrs.define
+@define
 class OutputsMessage:
     """``EngineCoreOutputs`` as upstream declares it: one array for every kind of output message."""
 

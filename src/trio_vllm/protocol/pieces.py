@@ -12,10 +12,9 @@ import re
 from collections.abc import Generator
 from typing import Any
 
-import attrs
-
 from trio_vllm.protocol.codec import Buffer, CodecError
 from trio_vllm.protocol.msgpack import unpack
+from trio_vllm.values import frozen
 
 LARGE = 128 * 1024
 """Bytes from which a payload is worth splitting: to find an element's end costs more than to unpack it."""
@@ -117,7 +116,7 @@ def _skip_variable(payload: Buffer, at: int, lead: int) -> tuple[int, int]:
     return at + 1 + size, each * int.from_bytes(payload[at + 1 : at + 1 + size], "big")
 
 
-@attrs.frozen
+@frozen
 class PackedPiece:
     """Some elements of an array, still packed."""
 

@@ -14,8 +14,6 @@ import enum
 from collections.abc import Generator, Sequence
 from typing import Annotated, Any
 
-import attrs
-
 from trio_vllm.errors import DecodeError, InvalidFieldError
 from trio_vllm.protocol.arrays import Tensor
 from trio_vllm.protocol.codec import (
@@ -45,10 +43,11 @@ from trio_vllm.protocol.pieces import LARGE, array_at, array_head, skip, split
 from trio_vllm.protocol.sampling import EngineCoreSamplingParams
 from trio_vllm.protocol.structs import as_array, codec_of, index_of
 from trio_vllm.protocol.utility import UTILITY_REQUEST, UtilityRequest
+from trio_vllm.values import define
 
 
 @as_array()
-@attrs.define(kw_only=True)
+@define(kw_only=True)
 class LoRARequest:
     """An adapter that the engine loads from ``lora_path`` on its own file system."""
 
@@ -75,7 +74,7 @@ POOLING_TASKS = (
 
 
 @as_array()
-@attrs.define(kw_only=True)
+@define(kw_only=True)
 class LateInteractionParams:
     """Which role a pooling request has in late-interaction scoring."""
 
@@ -85,7 +84,7 @@ class LateInteractionParams:
 
 
 @as_array()
-@attrs.define(kw_only=True)
+@define(kw_only=True)
 class LateChunkingParams:
     """Split the pooled sequence into chunks of this many tokens (0.33)."""
 
@@ -93,7 +92,7 @@ class LateChunkingParams:
 
 
 @as_array()
-@attrs.define(kw_only=True)
+@define(kw_only=True)
 class PoolingParams:
     """How to pool one request; ``task`` must be one that the model supports, or the engine dies."""
 
@@ -123,7 +122,7 @@ class RequestType(bytes, enum.Enum):
     UTILITY = b"\x03"
 
 
-@attrs.define(kw_only=True)
+@define(kw_only=True)
 class KvHintAction:
     """One hint about KV-cache blocks; ``payload`` is the action's own."""
 
@@ -133,7 +132,7 @@ class KvHintAction:
     payload: dict[str, Any]
 
 
-@attrs.define(kw_only=True)
+@define(kw_only=True)
 class KvHintsEnvelope:
     """Hints about KV-cache blocks that travel with a request."""
 
@@ -143,7 +142,7 @@ class KvHintsEnvelope:
 
 
 @as_array(minimum=6)  # as upstream's Rust reader; its Python reader wants 9
-@attrs.define(kw_only=True, eq=False)
+@define(kw_only=True, eq=False)
 class EngineCoreRequest:
     """A request as the engine sees it. Exactly one of the two ``*_params`` is set."""
 
@@ -210,7 +209,7 @@ def is_vocabulary_question(request: EngineCoreRequest) -> bool:
 
 
 @as_array(minimum=2)
-@attrs.define
+@define
 class StartDpWave:
     """Tells all engines but ``exclude_engine_index``, which runs already, to run wave ``wave``."""
 
@@ -220,7 +219,7 @@ class StartDpWave:
     ] = None
 
 
-@attrs.define
+@define
 class AbortRequests:
     """Drops these requests; unknown and finished ids are ignored, nothing is answered."""
 

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import attrs
-
 from trio_vllm.protocol.arrays import NumpyArray
 from trio_vllm.protocol.codec import (
     ANY_MAP,
@@ -41,6 +39,7 @@ from trio_vllm.protocol.codec import (
 )
 from trio_vllm.protocol.structs import Key, as_map
 from trio_vllm.protocol.token_ids import as_token_ids
+from trio_vllm.values import define
 
 STRUCTURED_OUTPUTS_BACKENDS = ("xgrammar", "guidance", "outlines", "lm-format-enforcer")
 
@@ -74,7 +73,7 @@ def _check_structured_outputs(value: StructuredOutputsParams) -> None:
 
 
 @as_map(omit_defaults=True, check=_check_structured_outputs)
-@attrs.define(kw_only=True)
+@define(kw_only=True)
 class StructuredOutputsParams:
     """A constraint on the text of a completion: exactly one of the first six fields."""
 
@@ -102,7 +101,7 @@ def _check_repetition_detection(value: RepetitionDetectionParams) -> None:
 
 
 @as_map(check=_check_repetition_detection)
-@attrs.define(kw_only=True)
+@define(kw_only=True)
 class RepetitionDetectionParams:
     """End a request whose output repeats a pattern (finish reason REPETITION)."""
 
@@ -201,7 +200,7 @@ GENERATION_CONFIG = {
 
 @_takes_what_people_write
 @as_map(omit_defaults=True)
-@attrs.define(kw_only=True, eq=False)
+@define(kw_only=True, eq=False)
 class SamplingParams:
     """How to sample one request. Defaults are the engine's own.
 

@@ -18,8 +18,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 
-import attrs
-
 from trio_vllm.errors import DecodeError
 from trio_vllm.protocol.codec import Frames
 from trio_vllm.protocol.coordination import SUBSCRIBE
@@ -31,6 +29,7 @@ from trio_vllm.protocol.handshake import (
     decode_ready_response,
     decode_report,
 )
+from trio_vllm.values import define
 
 MAX_NOTES = 20
 """How many notes are kept: a hostile peer could cause any number."""
@@ -45,7 +44,7 @@ class Phase(enum.Enum):
     REGISTRATION = "registration"
 
 
-@attrs.define
+@define
 class _Progress:
     hello: bool = False
     ready: HandshakeReport | None = None

@@ -11,9 +11,10 @@ from typing import Any
 import attrs
 
 from trio_vllm.protocol.codec import UInt64
+from trio_vllm.values import define
 
 
-@attrs.define(kw_only=True)
+@define(kw_only=True)
 class PrefillStats:
     """Where the prompt tokens of a request came from; on the first output of its prefill.
 
@@ -28,7 +29,7 @@ class PrefillStats:
     num_cache_creation_tokens: UInt64 = 0
 
 
-@attrs.define(kw_only=True)
+@define(kw_only=True)
 class RequestSpecDecodeMetrics:
     """Speculative decoding of one request; on its final output."""
 
@@ -39,7 +40,7 @@ class RequestSpecDecodeMetrics:
     per_step_drafted: list[UInt64] = attrs.field(factory=list)
 
 
-@attrs.define(kw_only=True)
+@define(kw_only=True)
 class IterationDetails:
     """What one step of the engine worked on."""
 
@@ -54,7 +55,7 @@ class IterationDetails:
     is_dummy: bool = False
 
 
-@attrs.define(kw_only=True)
+@define(kw_only=True)
 class PrefixCacheStats:
     """Prefix-cache queries since the last message, in tokens."""
 
@@ -68,7 +69,7 @@ class PrefixCacheStats:
     hits_by_source: dict[str, UInt64] = attrs.field(factory=dict)
 
 
-@attrs.define(kw_only=True)
+@define(kw_only=True)
 class KvCacheEvictionEvent:
     """The life of one evicted cache block, in seconds."""
 
@@ -77,7 +78,7 @@ class KvCacheEvictionEvent:
     reuse_gaps_seconds: list[float] = attrs.field(factory=list)
 
 
-@attrs.define(kw_only=True)
+@define(kw_only=True)
 class SpecDecodingStats:
     """Speculative decoding of one step."""
 
@@ -89,7 +90,7 @@ class SpecDecodingStats:
     num_draft_tokens_per_pos: list[UInt64] = attrs.field(factory=list)
 
 
-@attrs.define(kw_only=True)
+@define(kw_only=True)
 class CudagraphStats:
     """The padding of one step's CUDA graph."""
 
@@ -99,7 +100,7 @@ class CudagraphStats:
     runtime_mode: str = ""
 
 
-@attrs.define(kw_only=True)
+@define(kw_only=True)
 class PerfStats:
     """An estimate of one step's work on each GPU."""
 
@@ -109,7 +110,7 @@ class PerfStats:
     debug_stats: dict[str, Any] | None = None
 
 
-@attrs.define(kw_only=True)
+@define(kw_only=True)
 class SchedulerStats:
     """The state of an engine's scheduler after a step."""
 

@@ -4,7 +4,7 @@ A class travels as a map from names to values, or as an array in the order of it
 Each field is declared once, in the class::
 
     @as_array()
-    @attrs.define
+    @define
     class EngineLoad:
         num_waiting_reqs: UInt32
         num_running_reqs: UInt32
@@ -45,9 +45,10 @@ from trio_vllm.protocol.codec import (
     strict_on_encode,
     wrong_type,
 )
+from trio_vllm.values import frozen
 
 
-@attrs.frozen
+@frozen
 class Key:
     """Annotates a field whose key in a map is not its name."""
 
@@ -110,10 +111,26 @@ def codec_of(cls: type[T]) -> Codec[T]:
         if issubclass(cls, enum.Enum):
             _CODECS[cls] = enumeration(cls)
         elif attrs.has(cls):
-            _CODECS[cls] = _LAYOUTS.get(cls, _map_codec)(cls)
+            _CODECS[cls] = _on_first_use(cls, _LAYOUTS.get(cls, _map_codec))
         else:
             raise TypeError(f"no codec follows from {cls}: name one with Annotated")
     return _CODECS[cls]
+
+
+def _on_first_use(cls: type[T], derive: Callable[[type[T]], Codec[T]]) -> Codec[T]:
+    """A codec that is derived when it is used: at the start of a program few are."""
+    derived: Codec[T] | None = None
+
+    def get() -> Codec[T]:
+        nonlocal derived
+        derived = derive(cls)
+        return derived
+
+    return Codec(
+        cls.__name__,
+        lambda raw, frames: (derived or get()).decode(raw, frames),
+        lambda value, aux: (derived or get()).encode(value, aux),
+    )
 
 
 def index_of(cls: type[Any], name: str) -> int:
@@ -132,7 +149,7 @@ def defaults_of(cls: type[Any]) -> list[Any]:
 # Fields -----------------------------------------------------------------------------------------
 
 
-@attrs.frozen
+@frozen
 class Field:
     """A field of a class: its place in a map, its codec and its default."""
 
@@ -308,20 +325,6 @@ def _encoder(
     cls: type[T], fields: Sequence[Field], start: str, step: str, defaults: Sequence[Any]
 ) -> Callable[[T, AuxFrames], Any]:
     """Make the function that encodes a value field by field, but for those that are the default."""
-    compiled: Callable[[T, AuxFrames], Any] | None = None
-
-    def encode(value: T, aux: AuxFrames) -> Any:
-        nonlocal compiled
-        if compiled is None:  # not at the import, which it would make longer
-            compiled = _compile_encoder(cls, fields, start, step, defaults)
-        return compiled(value, aux)
-
-    return encode
-
-
-def _compile_encoder(
-    cls: type[T], fields: Sequence[Field], start: str, step: str, defaults: Sequence[Any]
-) -> Callable[[T, AuxFrames], Any]:
     steps = (step.format(index, name=field.name) for index, field in enumerate(fields))
     namespace: dict[str, Any] = {
         "cls": cls,

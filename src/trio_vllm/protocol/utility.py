@@ -22,6 +22,7 @@ from trio_vllm.protocol.codec import (
     wrong_type,
 )
 from trio_vllm.protocol.structs import as_array, codec_of, set_codec
+from trio_vllm.values import define
 
 UNENCODABLE_RESULTS = ("get_kv_cache_spec", "get_model")
 """Methods of workers whose results are objects without a MessagePack form. Sending one as the result of
@@ -34,7 +35,7 @@ CallId = Annotated[int, INT64_OR_UINT64]
 
 
 @as_array(minimum=4)
-@attrs.define
+@define
 class UtilityRequest:
     """Calls ``method`` with positional ``args``; the answer goes to output socket ``client_index``."""
 
@@ -60,7 +61,7 @@ def _encode_result(value: Any, aux: AuxFrames) -> Any:
 
 
 @as_array()
-@attrs.define
+@define
 class UtilityOutput:
     """The answer to one call: ``result``, or why there is none."""
 

@@ -24,6 +24,7 @@ from trio_vllm.mock import (
 )
 from trio_vllm.testing.script import Answers, EngineRecord, Script
 from trio_vllm.transport import InMemory
+from trio_vllm.values import define
 
 DEFAULTS = MockEngineConfig()
 
@@ -31,7 +32,7 @@ OUTPUT_HIGH_WATER_MARK = 1000
 """Messages that a client may be behind before the engines wait for it; that of ØMQ by default."""
 
 
-@attrs.define(eq=False)
+@define(eq=False)
 class MockEngines:
     """Mock engines, and what they have received."""
 
@@ -51,7 +52,7 @@ class MockEngines:
         return record
 
 
-@attrs.define(eq=False)
+@define(eq=False)
 class MockLlm(MockEngines):
     """An `Llm`, and the mock engines that serve it."""
 
@@ -117,7 +118,7 @@ async def mock_llm(
         yield MockLlm(scripts, "memory", llm=llm, members=members)
 
 
-@attrs.define(eq=False)
+@define(eq=False)
 class _Member:
     """One engine in memory."""
 

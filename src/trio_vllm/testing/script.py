@@ -29,9 +29,10 @@ from trio_vllm.protocol import (
     is_vocabulary_question,
 )
 from trio_vllm.transport import FrameReceiver, FrameSender, FrontendChannels, Received
+from trio_vllm.values import define, frozen
 
 
-@attrs.frozen
+@frozen
 class Answer:
     """What an engine answers to a prompt."""
 
@@ -61,7 +62,7 @@ Answers: TypeAlias = (
 """By the token ids of the prompt, or a function of the request; what has none gets random tokens."""
 
 
-@attrs.define
+@define
 class EngineRecord:
     """What one engine has received, in order."""
 
@@ -98,7 +99,7 @@ class EngineRecord:
         return [(c.method, tuple(c.args)) for c in calls if c.method != "get_supported_tasks"]
 
 
-@attrs.define
+@define
 class Script:
     """Records and answers for one engine, over all frontends that it serves."""
 
@@ -179,7 +180,7 @@ def _refusal(
     return encode_outputs(RequestBatchOutputs(engine_index=record.engine_index, outputs=[output]))
 
 
-@attrs.frozen
+@frozen
 class _ScriptedReceiver:
     """A `FrameReceiver` whose messages go through a script."""
 
@@ -200,7 +201,7 @@ class _ScriptedReceiver:
         return [(frames, peer) for frames, peer in taken if frames is not None]
 
 
-@attrs.frozen
+@frozen
 class _ScriptedSender:
     """A `FrameSender` whose messages go through a script."""
 

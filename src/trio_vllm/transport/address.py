@@ -7,12 +7,11 @@ import socket
 import stat
 from contextlib import suppress
 
-import attrs
-
 from trio_vllm.errors import AddressInUseError, ConfigurationError
+from trio_vllm.values import frozen
 
 
-@attrs.frozen
+@frozen
 class SocketFile:
     """The file of a socket that listens on an ``ipc://`` address."""
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-import attrs
 import trio
 
 from trio_vllm.protocol import EngineCoreReadyResponse, Frames
+from trio_vllm.values import frozen
 
 Received = tuple[Frames, int | None]
 """A multipart message, and the number of the connection it came by; None where the transport cannot tell.
@@ -52,7 +52,7 @@ class FrameSender(Protocol):
 # The frontend's side ----------------------------------------------------------------------------
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Disconnect:
     """A connection of an engine broke. One of the two fields is set.
 
@@ -65,7 +65,7 @@ class Disconnect:
     """Which connection it was, if to another socket: the number of messages that came by it."""
 
 
-@attrs.frozen
+@frozen
 class LeaderChannels:
     """What the coordinator in our process needs of the engines."""
 
@@ -85,7 +85,7 @@ class Link(Protocol):
         ...
 
 
-@attrs.frozen
+@frozen
 class FollowerChannels:
     """The connection to a coordinator in another process."""
 
@@ -95,7 +95,7 @@ class FollowerChannels:
     """The connection of both, open at first; None where it cannot break."""
 
 
-@attrs.frozen
+@frozen
 class EngineChannels:
     """What a client needs of its connected engines."""
 
@@ -133,7 +133,7 @@ class EngineSource(Protocol):
 # The engine's side ------------------------------------------------------------------------------
 
 
-@attrs.frozen
+@frozen
 class FrontendDisconnect:
     """A connection to the frontend that an engine has joined broke."""
 
@@ -142,7 +142,7 @@ class FrontendDisconnect:
     """Which client it led to; None for the coordinator."""
 
 
-@attrs.frozen
+@frozen
 class CoordinatorChannels:
     """The connections of an engine to its data-parallel coordinator."""
 
@@ -150,7 +150,7 @@ class CoordinatorChannels:
     notices: FrameSender
 
 
-@attrs.frozen
+@frozen
 class FrontendChannels:
     """What an engine needs of the frontend it has joined."""
 

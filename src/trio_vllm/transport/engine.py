@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TypeVar
 
-import attrs
 import trio
 import zmq
 
@@ -42,6 +41,7 @@ from trio_vllm.transport.descriptors import PER_SOCKET
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext, heartbeat_options, open_context
 from trio_vllm.transport.zmq_monitor import OutgoingConnection, set_linger
 from trio_vllm.transport.zmq_socket import ZmqSocket
+from trio_vllm.values import frozen
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ def descriptors_per_engine(addresses: EngineAddresses) -> int:
     return DESCRIPTORS_PER_ENGINE * (len(addresses.inputs) + has_coordinator)
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class EngineLingers:
     """Seconds that last messages get to go out when an engine leaves."""
 

@@ -41,6 +41,7 @@ from trio_vllm.transport.frontend_startup import Handshake, StartupLimits, Start
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext, heartbeat_options, open_context
 from trio_vllm.transport.zmq_monitor import ConnectionTable, OutgoingConnection
 from trio_vllm.transport.zmq_socket import ZmqSocket
+from trio_vllm.values import define, frozen
 
 _log = logging.getLogger("trio_vllm.transport")
 
@@ -56,7 +57,7 @@ def _by_name_after_first(
     return [first, *(field.evolve(kw_only=True) for field in others)]
 
 
-@attrs.frozen(field_transformer=_by_name_after_first)
+@frozen(field_transformer=_by_name_after_first)
 class HandshakeOwner:
     """We own the startup handshake and choose the addresses."""
 
@@ -197,7 +198,7 @@ class HandshakeOwner:
             )
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class Bootstrapped:
     """A supervisor does the handshake, chose the addresses and starts the engines.
 
@@ -373,7 +374,7 @@ would otherwise be ever more so, and handle what it does not want any more befor
 256 requests a message takes some milliseconds, if each of its readers is waiting."""
 
 
-@attrs.define
+@define
 class _Sockets:
     """The sockets of a frontend, and their connections."""
 

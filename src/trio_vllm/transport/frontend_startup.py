@@ -11,7 +11,6 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
-import attrs
 import trio
 
 from trio_vllm.concurrency import Waker, running
@@ -28,6 +27,7 @@ from trio_vllm.protocol import (
 )
 from trio_vllm.transport.zmq_monitor import ConnectionTable
 from trio_vllm.transport.zmq_socket import ZmqSocket
+from trio_vllm.values import frozen
 
 _log = logging.getLogger("trio_vllm.transport")
 
@@ -41,7 +41,7 @@ SERVED_BEFORE = " has it served another frontend before?"
 """The end of a note about engines that have not come, a question that whoever starts them can answer."""
 
 
-@attrs.frozen(kw_only=True)
+@frozen(kw_only=True)
 class StartupLimits:
     """How long a startup may take, in seconds."""
 
@@ -58,7 +58,7 @@ class StartupLimits:
     """Between two log lines that tell what is waited for."""
 
 
-@attrs.frozen
+@frozen
 class Handshake:
     """What belongs to a frontend that does the handshake."""
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
-import attrs
 import trio
 
 from trio_vllm.errors import PeerGoneError
 from trio_vllm.protocol import Frames
 from trio_vllm.transport.zmq_context import SocketType, open_context
 from trio_vllm.transport.zmq_socket import ZmqSocket
+from trio_vllm.values import frozen
 
 
-@attrs.frozen
+@frozen
 class KvEventSockets:
     """A PUB socket, and perhaps a ROUTER that is asked for what somebody has missed."""
 

@@ -25,6 +25,7 @@ from trio_vllm.transport.channels import (
     LeaderChannels,
     Received,
 )
+from trio_vllm.values import define
 
 ADDRESS = "memory"
 
@@ -37,7 +38,7 @@ def open_memory_connection(
     return MemorySender(send), MemoryReceiver(receive)
 
 
-@attrs.define
+@define
 class MemorySender:
     """A `FrameSender` in memory."""
 
@@ -58,7 +59,7 @@ class MemorySender:
         self._channel.close()
 
 
-@attrs.define
+@define
 class MemoryReceiver:
     """A `FrameReceiver` in memory."""
 
@@ -86,7 +87,7 @@ class MemoryReceiver:
         self._channel.close()
 
 
-@attrs.define
+@define
 class MemoryRouter:
     """A `FrameSender` whose first frame names the peer; like a ROUTER, it knows who is gone."""
 
@@ -115,7 +116,7 @@ class MemoryRouter:
         self.send_nowait(frames)
 
 
-@attrs.define
+@define
 class MemoryPublisher:
     """A `FrameSender` that sends to all its subscribers."""
 
@@ -142,7 +143,7 @@ def _copy(frames: Frames) -> list[bytes]:
     return [bytes(frame) for frame in frames]
 
 
-@attrs.define(eq=False)
+@define(eq=False)
 class _Member:
     """An engine that has joined."""
 

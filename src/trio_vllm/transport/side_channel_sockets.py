@@ -11,12 +11,13 @@ import trio
 from trio_vllm.protocol import Frames
 from trio_vllm.transport.zmq_context import SocketType, ZmqContext, open_context
 from trio_vllm.transport.zmq_socket import ZmqSocket
+from trio_vllm.values import define
 
 MAX_PEERS = 1000
 """Addresses that are connected to at a time; it is requests that name them."""
 
 
-@attrs.define
+@define
 class SideChannelSockets:
     """A PULL socket, unless nobody has to tell us anything, and a PUSH for each address."""
 

@@ -23,6 +23,7 @@ from zmq import SocketType
 from trio_vllm.transport.descriptors import PER_CONTEXT, PER_SOCKET, require_descriptors
 from trio_vllm.transport.zmq_monitor import WATCHED_EVENTS, ConnectionTable, PeerMonitor
 from trio_vllm.transport.zmq_socket import SendBudget, ZmqSocket, translate_error
+from trio_vllm.values import define
 
 __all__ = ["SocketType", "ZmqContext", "heartbeat_options", "open_context"]
 
@@ -54,7 +55,7 @@ sockets, so what thousands of engines take to end, and to close the connections 
 be quadratic: seconds for 2,000. A context costs two threads and five descriptors."""
 
 
-@attrs.define(eq=False)
+@define(eq=False)
 class SharedContext:
     """A ØMQ context, and how many use it."""
 
@@ -62,7 +63,7 @@ class SharedContext:
     users: int = 0
 
 
-@attrs.define
+@define
 class ContextPool:
     """The ØMQ contexts of this process: as few as there can be with ``places`` users each."""
 

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 
-import attrs
 import trio
 import zmq
 
@@ -20,6 +19,7 @@ from trio_vllm.concurrency import Waker
 from trio_vllm.protocol import Frames
 from trio_vllm.transport.channels import Disconnect
 from trio_vllm.transport.zmq_socket import ZmqSocket
+from trio_vllm.values import define, frozen
 
 EVENT_HEAD = struct.Struct("=HI")
 """An event's first frame: its number and its value. The second one is the address."""
@@ -68,7 +68,7 @@ WATCHED_EVENTS = sum(KIND_OF_EVENT) | int(zmq.EVENT_MONITOR_STOPPED)
 HAVE_DESCRIPTOR = {PeerEventKind.ACCEPTED, PeerEventKind.CONNECTED, PeerEventKind.DISCONNECTED}
 
 
-@attrs.frozen
+@frozen
 class PeerEvent:
     """One event of one connection.
 
@@ -163,7 +163,7 @@ def _decode(frames: Frames) -> PeerEvent | None:
     return PeerEvent(kind, value if kind in HAVE_DESCRIPTOR else None, bytes(address).decode())
 
 
-@attrs.define(eq=False)
+@define(eq=False)
 class Connection:
     """One accepted connection of a bound socket."""
 

@@ -30,6 +30,7 @@ from trio_vllm.errors import AddressInUseError, ConfigurationError, PeerGoneErro
 from trio_vllm.protocol import Buffer, Frames
 from trio_vllm.transport.address import SocketFile, check_listener, prepare_path
 from trio_vllm.transport.channels import Received
+from trio_vllm.values import define, frozen
 
 _log = logging.getLogger("trio_vllm.transport")
 
@@ -47,7 +48,7 @@ class Tracker(Protocol):
         ...
 
 
-@attrs.frozen
+@frozen
 class _Lent:
     """A message whose memory is lent to ØMQ, with those that were copied before it."""
 
@@ -57,7 +58,7 @@ class _Lent:
     time: float
 
 
-@attrs.define
+@define
 class SendBudget:
     """The bytes of messages that may wait for the peer of one socket.
 
