@@ -713,8 +713,10 @@ class MockEngine:
         if self._is_shutting_down:
             output = self._control.refuse(request, "Server shutting down")
             return [self._replies.utility(request.client_index, output, now)]
-        holds_blocks = self._scheduler.holds_blocks
-        outcome = self._control.call(request, self.counts, holds_blocks=holds_blocks)
+        counts, holds_blocks = self.counts, self._scheduler.holds_blocks
+        if self._scheduler.is_preempting:  # which was asked for before, and goes on in slices
+            counts = 0, sum(counts)
+        outcome = self._control.call(request, counts, holds_blocks=holds_blocks)
         self._scheduler.paused = self._control.pause.scheduler
         replies = self._begin_chore(self._carry_out(outcome, request.client_index, now))
         if self._template.weight_version != self._control.weight_version:

@@ -264,6 +264,11 @@ class SimulatedScheduler:
         if self._in_hand is None:
             self._reset(now)
 
+    @property
+    def is_preempting(self) -> bool:
+        """Whether requests still run that `preempt_all` lets wait."""
+        return self._resets_at_end or self._resetting is not None
+
     def _reset(self, now: float) -> None:
         """Do what `preempt_all` wants, or begin with it if it takes long."""
         if self._resets_at_end:

@@ -217,6 +217,11 @@ class UnlimitedScheduler:
         self._preempting = self._preempt_in_slices(now)
         self._preempt_more()
 
+    @property
+    def is_preempting(self) -> bool:
+        """Whether requests still run that `preempt_all` lets wait."""
+        return self._preempting is not None
+
     def _preempt_in_slices(self, now: float) -> Iterator[None]:
         """Preempt those that came last first; yields whenever others should have a turn."""
         waiting = self._waiting
