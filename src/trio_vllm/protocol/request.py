@@ -22,7 +22,7 @@ from trio_vllm.protocol.codec import (
     FINITE,
     I32,
     NON_EMPTY_STR,
-    STR,
+    STRS,
     TOKEN_IDS,
     U16,
     AuxFrames,
@@ -36,7 +36,6 @@ from trio_vllm.protocol.codec import (
     codec_from,
     integer,
     known_string,
-    list_of,
     summarize,
 )
 from trio_vllm.protocol.msgpack import decode_payload, pack, unpack
@@ -232,7 +231,7 @@ EngineMessage = EngineCoreRequest | AbortRequests | StartDpWave | UtilityRequest
 
 ENGINE_CORE_REQUEST = codec_of(EngineCoreRequest)
 _WAVE = codec_of(StartDpWave)
-_REQUEST_IDS = list_of(STR)
+_REQUEST_IDS = STRS
 
 # An enumeration member costs as much to look up as a string to check.
 _ADD, _ABORT, _START_DP_WAVE, _UTILITY = (kind.value for kind in RequestType)
