@@ -281,8 +281,11 @@ class UnlimitedScheduler:
         """See `FastBatch.steady_steps`; only if no request waits or is on the plain path."""
         return None if self._clock.interval else self._fast.steady_steps(template, now, limit)
 
-    def step(self, now: float, builder_for: Callable[[int], MessageBuilder]) -> list[Request]:
-        """Make a step of any kind; which requests have finished."""
+    def step(
+        self, now: float, builder_for: Callable[[int], MessageBuilder]
+    ) -> Generator[None, None, list[Request]]:
+        """Make a step of any kind, in one slice; which requests have finished."""
+        yield from ()
         if self._preempt_more() or self.paused == "all":
             return []
         if self._plain.is_in_step:

@@ -488,6 +488,11 @@ def decode_outputs(frames: Frames) -> EngineCoreOutputs | EngineDead:
 # Writing ----------------------------------------------------------------------------------------
 
 
+def encode_output_rows(outputs: Sequence[EngineCoreOutput], aux: list[Buffer]) -> bytes:
+    """Encode outputs as the elements of the array of a message; appends its auxiliary frames to ``aux``."""
+    return b"".join([pack(ENGINE_CORE_OUTPUT.encode(output, aux)) for output in outputs])
+
+
 def encode_outputs(outputs: EngineCoreOutputs) -> list[Buffer]:
     """Encode an output message: payload and an auxiliary frame per large array.
 
