@@ -399,6 +399,17 @@ def map_of(key: Codec[K], item: Codec[T]) -> Codec[dict[K, T]]:
 # Free values ------------------------------------------------------------------------------------
 
 
+_MANY_ITEMS = 64
+
+
+def _are_plain(items: Sequence[Any]) -> bool:
+    """Whether all items of a list are good, as far as that can be told at C speed; they may be a million."""
+    kinds = set(map(type, items))
+    if kinds == {int}:
+        return min(items) >= -(2**63) and max(items) < 2**64
+    return "".join(items).isascii() if kinds == {str} else kinds <= {float, bool, type(None), bytes}
+
+
 def _check_free(value: Any, keys: Codec[Any], depth: int = 0) -> None:
     """Raise `CodecError` for what MessagePack, or a peer in another language, cannot express."""
     kind = type(value)
@@ -409,6 +420,8 @@ def _check_free(value: Any, keys: Codec[Any], depth: int = 0) -> None:
     elif kind is dict or kind is list or kind is tuple:
         if depth == MAX_NESTING:
             raise CodecError(f"nests deeper than {MAX_NESTING} levels")
+        if kind is not dict and len(value) > _MANY_ITEMS and _are_plain(value):
+            return
         for key, item in value.items() if kind is dict else enumerate(value):
             try:
                 if kind is dict:

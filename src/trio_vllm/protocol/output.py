@@ -290,6 +290,9 @@ _not_nil_of = operator.itemgetter(*_NOT_NIL)
 _NOT_NIL_DEFAULTS = _not_nil_of([None] * _REST_START + _REST)
 
 
+_FEW_TOKENS = 64
+
+
 def bare_token_ids(row: Any) -> list[int] | None:
     """Give the new token ids of a row that carries nothing else; None for other rows.
 
@@ -309,6 +312,8 @@ def bare_token_ids(row: Any) -> list[int] | None:
     token_ids = row[1]
     # One after the other is faster than all at once for the one or few that a step makes.
     if type(token_ids) is list and token_ids:
+        if len(token_ids) > _FEW_TOKENS:
+            return token_ids if set(map(type, token_ids)) == {int} else None
         for token_id in token_ids:
             if type(token_id) is not int:
                 return None
@@ -440,7 +445,10 @@ def decode_outputs_in_pieces(
     try:
         rows = (yield from _find_rows(frames[0])) if frames else None
         if rows is None:
-            return decode_outputs_lazily(frames)
+            whole = decode_outputs_lazily(frames)
+            if frames and len(frames[0]) >= LARGE:
+                yield  # to handle it may take as long again
+            return whole
         payload, (start, first, count) = frames[0], rows
         size = max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE * count // len(payload)))
         pieces, end = yield from split(payload, first, count, size)

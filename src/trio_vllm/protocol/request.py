@@ -334,7 +334,10 @@ def decode_engine_message_in_pieces(frames: Frames) -> Generator[None, None, Eng
     except CodecError as error:
         raise DecodeError("an ADD message", error.where, error.reason) from error
     if prompt is None:
-        return decode_engine_message(frames)
+        message = decode_engine_message(frames)
+        if len(frames[1]) >= LARGE:
+            yield  # to take it may take as long again
+        return message
     start, end, token_ids = prompt
     _, payload, *aux = frames
     request = _decode_add([b"".join((payload[:start], array_head(0), payload[end:])), *aux])
