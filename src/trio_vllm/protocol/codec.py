@@ -406,7 +406,7 @@ def _are_plain(items: Sequence[Any]) -> bool:
     """Whether all items of a list are good, as far as that can be told at C speed; they may be a million."""
     kinds = set(map(type, items))
     if kinds == {int}:
-        return min(items) >= -(2**63) and max(items) < 2**64
+        return bool(min(items) >= -(2**63) and max(items) < 2**64)
     return "".join(items).isascii() if kinds == {str} else kinds <= {float, bool, type(None), bytes}
 
 
