@@ -42,7 +42,15 @@ from trio_vllm.protocol.logprobs import (
     SamplingMask,
 )
 from trio_vllm.protocol.msgpack import pack, unpack
-from trio_vllm.protocol.pieces import LARGE, PackedPiece, array_at, array_head, skip, split
+from trio_vllm.protocol.pieces import (
+    LARGE,
+    PackedPiece,
+    array_at,
+    array_head,
+    skip,
+    split,
+    unpack_in_pieces,
+)
 from trio_vllm.protocol.stats import PrefillStats, RequestSpecDecodeMetrics, SchedulerStats
 from trio_vllm.protocol.structs import as_array, codec_of, defaults_of, index_of
 from trio_vllm.protocol.utility import UtilityOutput
@@ -374,9 +382,17 @@ def decode_outputs_lazily(
         raise DecodeError("outputs", "", "the message has no frame")
     if len(frames) == 1 and frames[0] == ENGINE_CORE_DEAD:
         return EngineDead()
-    raw = None
     try:
         raw = unpack(frames[0])
+    except CodecError as error:
+        raise DecodeError("outputs", error.where, error.reason) from error
+    return _decode_unpacked(raw, frames)
+
+
+def _decode_unpacked(
+    raw: Any, frames: Frames
+) -> UndecodedBatch | UtilityCallOutput | DpControlOutput:
+    try:
         if (batch := _bare_batch(raw, frames)) is not None:
             return batch
         message = _MESSAGE.decode(raw, frames)
@@ -445,9 +461,12 @@ def decode_outputs_in_pieces(
     try:
         rows = (yield from _find_rows(frames[0])) if frames else None
         if rows is None:
-            whole = decode_outputs_lazily(frames)
-            if frames and len(frames[0]) >= LARGE:
-                yield  # to handle it may take as long again
+            if not frames or len(frames[0]) < LARGE:
+                return decode_outputs_lazily(frames)
+            raw = yield from unpack_in_pieces(frames[0])
+            yield
+            whole = _decode_unpacked(raw, frames)
+            yield  # to handle it may take as long again
             return whole
         payload, (start, first, count) = frames[0], rows
         size = max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE * count // len(payload)))

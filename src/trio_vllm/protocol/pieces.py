@@ -156,3 +156,37 @@ def split(
         at, count = end, count - number
         yield
     return pieces, at
+
+
+_FEW, _DEEP = 64, 8
+"""Elements of an array that are unpacked one by one, and how many levels of such arrays."""
+
+
+def unpack_in_pieces(payload: Buffer) -> Generator[None, None, Any]:
+    """Unpack one complete object, long arrays in it some elements at a time; yields in between.
+
+    Raises `CodecError` like `unpack`.
+    """
+    raw, end = yield from _unpack_at(payload, 0, 0)
+    if end != len(payload):
+        raise CodecError("bytes follow the end of the payload")
+    return raw
+
+
+def _unpack_at(payload: Buffer, at: int, depth: int) -> Generator[None, None, tuple[Any, int]]:
+    """Unpack the object that begins there; gives where it ends, too."""
+    count, first = array_at(payload, at) or (0, at)
+    items: list[Any] = []
+    if count > OBJECTS_AT_ONCE:
+        pieces, end = yield from split(payload, first, count, OBJECTS_AT_ONCE)
+        for piece in pieces:
+            items += piece.unpack()
+            yield
+        return items, end
+    if count > _FEW or first == at or depth == _DEEP:
+        end = yield from skip(payload, at, 1)
+        return unpack(payload[at:end]), end
+    for _ in range(count):
+        item, first = yield from _unpack_at(payload, first, depth + 1)
+        items.append(item)
+    return items, first

@@ -40,7 +40,7 @@ from trio_vllm.protocol.codec import (
 )
 from trio_vllm.protocol.msgpack import decode_payload, pack, unpack
 from trio_vllm.protocol.multimodal import MultiModalFeatureSpec
-from trio_vllm.protocol.pieces import LARGE, array_at, array_head, skip, split
+from trio_vllm.protocol.pieces import LARGE, array_at, array_head, skip, split, unpack_in_pieces
 from trio_vllm.protocol.sampling import EngineCoreSamplingParams
 from trio_vllm.protocol.structs import as_array, codec_of, index_of
 from trio_vllm.protocol.utility import UTILITY_REQUEST, UtilityRequest
@@ -334,7 +334,7 @@ def decode_engine_message_in_pieces(frames: Frames) -> Generator[None, None, Eng
     except CodecError as error:
         raise DecodeError("an ADD message", error.where, error.reason) from error
     if prompt is None:
-        message = decode_engine_message(frames)
+        message = yield from _decode_other(frames)
         if len(frames[1]) >= LARGE:
             yield  # to take it may take as long again
         return message
@@ -348,6 +348,18 @@ def decode_engine_message_in_pieces(frames: Frames) -> Generator[None, None, Eng
         ) from token_ids
     request.prompt_token_ids = token_ids
     return request
+
+
+def _decode_other(frames: Frames) -> Generator[None, None, EngineMessage]:
+    """Decode a message without a long prompt, a large utility call in pieces."""
+    if len(frames) != 2 or frames[0] != _UTILITY or len(frames[1]) < LARGE:
+        return decode_engine_message(frames)
+    try:
+        raw = yield from unpack_in_pieces(frames[1])
+        yield
+        return UTILITY_REQUEST.decode(raw, frames[1:])
+    except CodecError as error:
+        raise DecodeError("a UTILITY message", error.where, error.reason) from error
 
 
 def _decode_ids_in_pieces(frames: Frames) -> Generator[None, None, EngineMessage]:
