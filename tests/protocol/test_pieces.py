@@ -283,7 +283,9 @@ def test_others_have_a_turn_between_decoding_and_taking_a_large_message() -> Non
 @settings(max_examples=60)
 @given(OBJECTS)
 def test_objects_are_unpacked_in_pieces_as_whole(value: Any) -> None:
-    payload = ormsgpack.packb([value, list(range(12_000)), [["x"] * 100, value]])
+    payload = ormsgpack.packb(
+        [value, list(range(12_000)), [["x"] * 100, value], {"few": value, "more": [value]}]
+    )
     unpacked, turns = finish(unpack_in_pieces(payload))
     assert unpacked == ormsgpack.unpackb(payload)
     assert turns >= 3

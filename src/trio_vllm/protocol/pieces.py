@@ -183,6 +183,8 @@ def _unpack_at(payload: Buffer, at: int, depth: int) -> Generator[None, None, tu
             items += piece.unpack()
             yield
         return items, end
+    if at < len(payload) and 0x80 < payload[at] < 0x90 and depth < _DEEP:
+        return (yield from _unpack_map(payload, at, depth))
     if count > _FEW or first == at or depth == _DEEP:
         end = yield from skip(payload, at, 1)
         return unpack(payload[at:end]), end
@@ -190,3 +192,14 @@ def _unpack_at(payload: Buffer, at: int, depth: int) -> Generator[None, None, tu
         item, first = yield from _unpack_at(payload, first, depth + 1)
         items.append(item)
     return items, first
+
+
+def _unpack_map(payload: Buffer, at: int, depth: int) -> Generator[None, None, tuple[Any, int]]:
+    """Unpack a map of few entries, as the fields of a request are."""
+    count, at = payload[at] - 0x80, at + 1
+    entries: dict[Any, Any] = {}
+    for _ in range(count):
+        end = yield from skip(payload, at, 1)
+        ((key, _),) = unpack(b"".join((b"\x81", payload[at:end], b"\xc0"))).items()
+        entries[key], at = yield from _unpack_at(payload, end, depth + 1)
+    return entries, at

@@ -299,9 +299,17 @@ def decode_engine_message(frames: Frames) -> EngineMessage:
 
 
 def _decode_add(body: Frames) -> EngineCoreRequest:
-    request_id = None
     try:
         raw = unpack(body[0])
+    except CodecError as error:
+        raise DecodeError("an ADD message", error.where, error.reason) from error
+    return _add_of(raw, body)
+
+
+def _add_of(raw: Any, body: Frames) -> EngineCoreRequest:
+    """The request of an unpacked ADD message."""
+    request_id = None
+    try:
         if type(raw) is list and raw and type(raw[0]) is str:
             request_id = raw[0]
         return ENGINE_CORE_REQUEST.decode(raw, body)
@@ -351,9 +359,16 @@ def decode_engine_message_in_pieces(frames: Frames) -> Generator[None, None, Eng
 
 
 def _decode_other(frames: Frames) -> Generator[None, None, EngineMessage]:
-    """Decode a message without a long prompt, a large utility call in pieces."""
-    if len(frames) != 2 or frames[0] != _UTILITY or len(frames[1]) < LARGE:
+    """Decode a message without a long prompt; a large one in pieces."""
+    if len(frames) != 2 or frames[0] not in (_UTILITY, _ADD) or len(frames[1]) < LARGE:
         return decode_engine_message(frames)
+    if frames[0] == _ADD:
+        try:
+            raw = yield from unpack_in_pieces(frames[1])
+        except CodecError as error:
+            raise DecodeError("an ADD message", error.where, error.reason) from error
+        yield
+        return _add_of(raw, frames[1:])
     try:
         raw = yield from unpack_in_pieces(frames[1])
         yield
