@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 
 import pytest
@@ -20,7 +21,13 @@ from trio_vllm.client.engines import (
     UNREADABLE,
 )
 from trio_vllm.errors import DecodeError, EngineDeadError, PeerGoneError
-from trio_vllm.protocol import ENGINE_CORE_DEAD, FinishReason, SchedulerStats
+from trio_vllm.protocol import (
+    ENGINE_CORE_DEAD,
+    FinishReason,
+    RequestBatchOutputs,
+    SchedulerStats,
+    encode_outputs,
+)
 
 
 async def open_streams(stack: AsyncExitStack, world: World) -> list[OutputStream]:
@@ -637,3 +644,41 @@ def test_no_request_of_a_dead_engine_goes_to_another(
     assert [stream.engine_index for stream in streams] == [0, 1] * 10
     assert core.statistics().requests_in_flight == {1: 10}
     assert [message.engine.index for message in core.sends()] == [0]  # aborts, which nobody takes
+
+
+def test_many_requests_that_are_called_finished_fail_some_at_a_time() -> None:
+    core = FrontendCore({0: ready_response()})
+    core.ended_at_once = 4
+    streams = [OutputStream(f"r{number}") for number in range(10)]
+    for stream in streams:
+        core.submit(make_request(stream.request_id), stream)
+    named = [f"r{number}" for number in range(9)]
+    frames = encode_outputs(RequestBatchOutputs(finished_requests=["unknown", *named]))
+    core.receive([bytes(frame) for frame in frames], None, 1.0)
+
+    left = [core.in_flight_count]
+    while core.has_endings:
+        core.end_some()
+        left.append(core.in_flight_count)
+    assert left == [6, 2, 1]
+    assert list(core.sends()[-1].engine.requests) == ["r9"]
+
+
+def test_of_many_requests_to_abort_some_are_looked_at_at_a_time() -> None:
+    core = FrontendCore({0: ready_response()})
+    core.ended_at_once = 4
+    streams = [OutputStream(f"r{number}") for number in range(10)]
+    for stream in streams:
+        core.submit(make_request(stream.request_id), stream)
+    looked_at: list[str] = []
+
+    def gone_through() -> Iterator[OutputStream]:
+        for stream in streams:
+            looked_at.append(stream.request_id)
+            yield stream
+
+    core.abort_sinks(gone_through())
+    assert (len(looked_at), core.in_flight_count) == (5, 6)
+    while core.has_endings:
+        core.end_some()
+    assert (len(looked_at), core.in_flight_count) == (10, 0)

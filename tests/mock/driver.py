@@ -194,7 +194,8 @@ def drive_many(count: int, **config: Any) -> Driver:
     driver = drive(**config)
     for number in range(count):
         driver.add(f"r{number}", 1000)
-    while driver.engine.counts[0] < count:
+    # Not before each has a row: until then the step may be under way.
+    while sum(len(batch.outputs) for batch in driver.batches()) < count:
         driver.step()
     driver.sent.clear()
     return driver

@@ -406,10 +406,10 @@ def test_many_requests_come_and_go() -> None:
     drivers = [drive(fast_path=fast_path) for fast_path in (True, False)]
     for driver in drivers:
         for wave in range(4):
-            for i in range(300):
+            for i in range(200):
                 driver.add(f"r{wave}-{i}", 1 + i % 37)
             driver.step(11)
-            driver.abort(*(f"r{wave}-{i}" for i in range(0, 300, 7)))
+            driver.abort(*(f"r{wave}-{i}" for i in range(0, 200, 7)))
         driver.run()
 
     fast, plain = drivers

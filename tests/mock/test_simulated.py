@@ -1,5 +1,6 @@
 """Engines with a schedule: what was recorded from real ones, message by message."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from tests.mock.replay import _OPTIONS, Json, load
 from tests.mock.test_schedules import RECORDED, without_ids
 from tests.protocol.test_outputs import FULL_STATS
 
+from trio_vllm.mock import encoding, scheduling, simulated, token_rows
+from trio_vllm.mock import engine as engine_module
 from trio_vllm.mock.encoding import MessageBuilder, MessageTemplate, SchedulerStatsEncoder
 from trio_vllm.mock.events import ScheduleCounts
 from trio_vllm.protocol import (
@@ -20,6 +23,7 @@ from trio_vllm.protocol import (
     EngineCoreSamplingParams,
     EngineMessage,
     EventType,
+    FinishReason,
     PrefixCacheStats,
     RequestBatchOutputs,
     SchedulerStats,
@@ -277,6 +281,49 @@ def test_resets_are_answered_as_the_engine_does() -> None:
         "PREEMPTED",
         "SCHEDULED",
     ]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"inter_token_latency": 0.001}, {"fast_path": False}], ids=str
+)
+def test_a_step_of_many_requests_is_made_in_slices(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To admit them, and to end them; what comes meanwhile is taken after the step."""
+    whole = drive(schedule=True, max_num_seqs=1000, **options)
+    sliced = drive(schedule=True, max_num_seqs=1000, **options)
+    for driver in (whole, sliced):
+        if driver is sliced:
+            for module, name in (
+                (scheduling, "SCHEDULED_AT_ONCE"),
+                (simulated, "SCHEDULED_AT_ONCE"),
+                (simulated, "DRAWN_AT_ONCE"),
+                (token_rows, "DRAWN_AT_ONCE"),
+                (encoding, "PACKED_AT_ONCE"),
+                (engine_module, "ENDED_AT_ONCE"),
+            ):
+                monkeypatch.setattr(module, name, 8)
+        for number in range(100):
+            driver.add(f"r{number}", 2)
+    whole.run()
+    seen: list[int] = []
+    question = 0
+    while sliced.has_work:
+        sliced.step()
+        seen.append(sliced.engine.counts[0])
+        if not question and 0 < seen[-1] < 100:
+            question = sliced.post("get_supported_tasks")
+            assert sliced.answer(question) is None
+
+    assert sliced.answer(question) is not None
+    assert max(after - before for before, after in itertools.pairwise([0, *seen])) <= 9
+    assert {abs(after - before) for before, after in itertools.pairwise(seen)} >= {0, 8}
+    assert [[o.request_id for o in b.outputs] for b in sliced.batches()] == [
+        [o.request_id for o in b.outputs] for b in whole.batches()
+    ]
+    for number in range(100):
+        assert sliced.tokens(f"r{number}") == whole.tokens(f"r{number}")
+        assert sliced.finish_reason(f"r{number}") is FinishReason.LENGTH
 
 
 def test_adapters_are_limited_in_a_step() -> None:

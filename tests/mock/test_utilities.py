@@ -310,6 +310,28 @@ def test_much_that_comes_while_many_are_aborted() -> None:
 
 
 @pytest.mark.parametrize("config", KINDS, ids=str)
+@pytest.mark.parametrize("first", ["reset_prefix_cache", "pause_scheduler"])
+def test_calls_behind_a_preemption_find_it_done(
+    first: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it goes on in slices: no request runs, and none holds the cache."""
+    for module in (scheduling, unlimited):
+        monkeypatch.setattr(module, "PREEMPTED_AT_ONCE", 10)
+    driver = drive_many(45, **config)
+    driver.call(first, *(["keep"] if first == "pause_scheduler" else [True]))
+    assert driver.engine.counts[0] > 0
+
+    assert driver.call("reset_prefix_cache") is True
+    assert driver.call("pause_scheduler", "wait") is None
+    while driver.engine.counts[0]:
+        driver.step()
+    assert driver.engine.counts == (0, 45)
+    driver.call("resume_scheduler")
+    driver.step(2)
+    assert driver.engine.counts == (45, 0)
+
+
+@pytest.mark.parametrize("config", KINDS, ids=str)
 @pytest.mark.parametrize("resets", [False, True])
 def test_many_requests_are_preempted_in_slices(
     resets: bool, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch

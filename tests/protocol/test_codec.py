@@ -427,3 +427,18 @@ def test_finish_reasons_read_like_words() -> None:
         "error",
         "repetition",
     ]
+
+
+@pytest.mark.parametrize("bad", [2**64, -(2**63) - 1, "\ud800", object(), {1.5: 2}])
+@pytest.mark.parametrize("good", [7, "x", 1.5, None])
+def test_a_bad_item_of_a_long_free_list_is_found(good: Any, bad: Any) -> None:
+    """Long lists are looked at in another way."""
+    ANY.encode([good] * 100, [])
+    with pytest.raises(CodecError) as caught:
+        ANY.encode([*[good] * 100, bad], [])
+    assert caught.value.where.startswith("[100]")
+
+
+def test_integers_of_a_long_free_list_may_be_of_either_sign() -> None:
+    values = [*range(-50, 50), 2**64 - 1, -(2**63)]
+    assert ANY.encode(values, []) == values

@@ -22,14 +22,16 @@ from trio_vllm.protocol import (
     UndecodedBatch,
     UtilityCallOutput,
     UtilityOutput,
+    UtilityRequest,
     decode_engine_message,
     decode_engine_message_in_pieces,
     decode_outputs_in_pieces,
     decode_outputs_lazily,
     encode_add,
     encode_outputs,
+    encode_utility,
 )
-from trio_vllm.protocol.pieces import LARGE, array_at, array_head, skip, split
+from trio_vllm.protocol.pieces import LARGE, array_at, array_head, skip, split, unpack_in_pieces
 
 T = TypeVar("T")
 
@@ -157,9 +159,10 @@ def test_small_messages_are_decoded_at_once() -> None:
 def test_a_large_answer_is_decoded_as_before() -> None:
     answer = UtilityCallOutput(output=UtilityOutput(7, None, "x" * 2 * LARGE))
     frames = [bytes(frame) for frame in encode_outputs(answer)]
-    message, _ = finish(decode_outputs_in_pieces(frames))
+    message, turns = finish(decode_outputs_in_pieces(frames))
     assert isinstance(message, UtilityCallOutput)
     assert message.output.call_id == 7
+    assert turns == 2  # before it is decoded, and handled
 
 
 def test_rows_beside_an_answer_are_refused() -> None:
@@ -262,3 +265,44 @@ def test_a_long_abort_that_cannot_be_read_is_told_as_a_short_one(frames: list[by
         finish(decode_engine_message_in_pieces(frames))
 
     assert str(caught.value) == str(whole.value)
+
+
+def test_others_have_a_turn_between_decoding_and_taking_a_large_message() -> None:
+    """Whatever it is that makes it large."""
+    params = EngineCoreSamplingParams(max_tokens=3, trace_decode_token_ids=[70_000] * 50_000)
+    request = EngineCoreRequest(request_id="r", prompt_token_ids=[1], sampling_params=params)
+    call = UtilityRequest(0, 1, "echo", ["x" * LARGE])
+    for frames, kind in (
+        (encode_add(request), EngineCoreRequest),
+        (encode_utility(call), UtilityRequest),
+    ):
+        message, turns = finish(decode_engine_message_in_pieces([bytes(one) for one in frames]))
+        assert (type(message), turns >= 1) == (kind, True)
+
+
+@settings(max_examples=60)
+@given(OBJECTS)
+def test_objects_are_unpacked_in_pieces_as_whole(value: Any) -> None:
+    payload = ormsgpack.packb(
+        [value, list(range(12_000)), [["x"] * 100, value], {"few": value, "more": [value]}]
+    )
+    unpacked, turns = finish(unpack_in_pieces(payload))
+    assert unpacked == ormsgpack.unpackb(payload)
+    assert turns >= 3
+    with pytest.raises(CodecError, match="follow the end"):
+        finish(unpack_in_pieces(payload + b"\x01"))
+    with pytest.raises(CodecError):
+        finish(unpack_in_pieces(payload[:-1]))
+
+
+def test_a_large_call_and_its_answer_are_unpacked_in_pieces() -> None:
+    values = [*range(70_000, 130_000), "x"]
+    call = [bytes(one) for one in encode_utility(UtilityRequest(0, 1, "echo", [values]))]
+    request, turns = finish(decode_engine_message_in_pieces(call))
+    assert request == decode_engine_message(call)
+    assert turns > 12
+    answer = UtilityCallOutput(output=UtilityOutput(7, None, values))
+    frames = [bytes(frame) for frame in encode_outputs(answer)]
+    message, turns = finish(decode_outputs_in_pieces(frames))
+    assert message == decode_outputs_lazily(frames)
+    assert turns > 12

@@ -430,12 +430,16 @@ class FrontendCore:
 
         Ids that are not in flight are ignored. Of very many, all but the first wait for `end_some`.
         """
-        sinks: list[Sink] = []
-        for request_id in request_ids:
-            if engine := self._engines.engine_with(request_id):
-                sinks.append(engine.requests[request_id])
-            elif engine := self._engines.engine_with_session(request_id):
-                self._abort_session(engine, request_id)
+        ids = list(request_ids)
+        for engine in self._engines.by_index.values():
+            # Between two chunks a session has no request.
+            for request_id in filter(engine.sessions.__contains__, ids if engine.sessions else ()):
+                if request_id not in engine.requests:
+                    self._abort_session(engine, request_id)
+        self.abort_sinks(self._engines.sinks_of(ids))
+
+    def abort_sinks(self, sinks: Iterable[Sink]) -> None:
+        """End the requests of these sinks like `abort`; ``sinks`` may be gone through in pieces."""
         self._end(sinks, self._abort_sink)
 
     def _abort_sink(self, engine: Engine, sink: Sink) -> None:
@@ -454,7 +458,7 @@ class FrontendCore:
         for engine in self._engines.by_index.values():
             self.abort([*engine.requests, *engine.sessions])
 
-    def _end(self, sinks: Sequence[Sink], end: Callable[[Engine, Sink], None]) -> None:
+    def _end(self, sinks: Iterable[Sink], end: Callable[[Engine, Sink], None]) -> None:
         """End requests, or the first of them if they are many."""
         rest = self._end_each(sinks, end)
         for _ in rest:
@@ -462,7 +466,7 @@ class FrontendCore:
             return
 
     def _end_each(
-        self, sinks: Sequence[Sink], end: Callable[[Engine, Sink], None]
+        self, sinks: Iterable[Sink], end: Callable[[Engine, Sink], None]
     ) -> Iterator[None]:
         """End those that are still in flight; yields whenever others should have a turn."""
         for number, sink in enumerate(sinks):
@@ -880,13 +884,16 @@ class FrontendCore:
             self._receive_stats(engine, batch, now)
 
     def _receive_finished(self, engine: Engine, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            if request_id in engine.requests:
-                reason = "lists the request, but it had no last output"
-                error = DecodeError(
-                    "outputs", "finished_requests", reason, engine.index, request_id
-                )
-                self._fail_request(engine, request_id, error)
+        """Fail requests that are over without a last output; of very many all but the first wait."""
+        found = map(engine.requests.get, request_ids)
+        sinks = [sink for sink in found if sink is not None]
+        if sinks:
+            self._end(sinks, self._fail_unfinished)
+
+    def _fail_unfinished(self, engine: Engine, sink: Sink) -> None:
+        reason = "lists the request, but it had no last output"
+        error = DecodeError("outputs", "finished_requests", reason, engine.index, sink.request_id)
+        self._fail_request(engine, sink.request_id, error)
 
     def _receive_stats(self, engine: Engine, batch: UndecodedBatch, now: float) -> None:
         engine.stats_message, engine.stats_time = batch, now

@@ -165,6 +165,11 @@ class CoreDriver:
         self.core.abort(request_ids)
         self._follow_up()
 
+    def abort_sinks(self, sinks: Iterable[Sink]) -> None:
+        """End the requests of these sinks like `abort`; ``sinks`` may be gone through in pieces."""
+        self.core.abort_sinks(sinks)
+        self._follow_up()
+
     def abort_all(self) -> None:
         """Abort every request in flight."""
         self.core.abort_all()

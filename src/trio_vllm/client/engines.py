@@ -269,6 +269,11 @@ class EngineTable:
                 return engine
         return None
 
+    def sinks_of(self, request_ids: Sequence[str]) -> list[Sink]:
+        """The sinks of those of these requests that are in flight, in this order; they may be very many."""
+        found = [map(engine.requests.get, request_ids) for engine in self.by_index.values()]
+        return [sink for sinks in zip(*found, strict=True) for sink in sinks if sink is not None]
+
     def engine_with_session(self, request_id: str) -> Engine | None:
         """The engine where a session is open, if it is."""
         for engine in self.by_index.values():

@@ -187,7 +187,8 @@ def as_request_ids(request_ids: Iterable[str]) -> list[str]:
     if not isinstance(request_ids, Iterable):
         raise TypeError(f"request_ids must be several ids, not {request_ids!r:.200}")
     ids = list(request_ids)
-    for request_id in ids:
-        if not isinstance(request_id, str):
-            raise TypeError(f"request_ids must be strings, not {type(request_id).__name__}")
+    if set(map(type, ids)) - {str}:  # not one by one: they may be very many
+        for request_id in ids:
+            if not isinstance(request_id, str):
+                raise TypeError(f"request_ids must be strings, not {type(request_id).__name__}")
     return ids

@@ -6,6 +6,7 @@ for several completions of one prompt, ``vllm/v1/engine/parallel_sampling.py``.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import time
@@ -419,8 +420,10 @@ class Llm:
         callers that wait get the tokens so far, with `FinishReason.ABORT`.
         """
         external_ids = as_request_ids(request_ids) or list(self._generations)
-        generations = [one for id_ in external_ids for one in self._generations.get(id_, ())]
-        self.client.abort([c.request_id for one in generations for c in one.collectors])
+        # There may be very many: they are found now, and their engine requests in pieces.
+        found = [*filter(None, map(self._generations.get, external_ids))]
+        generations = [*itertools.chain.from_iterable(found)]
+        self.client.driver.abort_sinks(c for one in generations for c in one.collectors)
 
     async def shutdown(self) -> None:
         """Abort everything and close the client; idempotent. Later calls raise `ClientClosedError`."""

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trio_vllm.mock.content import U64, LogprobModel, TokenSource
-from trio_vllm.mock.encoding import TokenCells, encode_rows, pack_array_header, pack_str
-from trio_vllm.protocol import EngineCoreOutput, Logprobs, index_of
+from trio_vllm.mock.encoding import TokenCells, pack_array_header, pack_str
+from trio_vllm.protocol import EngineCoreOutput, Logprobs, encode_output_rows, index_of
 
 AHEAD_BYTES = 2**18
 """Of cells that are drawn ahead for all rows of a block."""
@@ -98,5 +98,5 @@ class LogprobCells:
 
 def _pack(logprobs: Logprobs) -> bytes:
     """Log probabilities as they stand in a row."""
-    row = bytes(encode_rows([EngineCoreOutput("", [0], new_logprobs=logprobs)])[0])
+    row = encode_output_rows([EngineCoreOutput("", [0], new_logprobs=logprobs)], [])
     return row[len(_BEFORE) : len(row) - _FIELDS_BEHIND]

@@ -36,6 +36,7 @@ from trio_vllm.mock.request import Request, cache_scope
 from trio_vllm.mock.scheduled_request import RequestStatus, ScheduledRequest
 from trio_vllm.mock.scheduling import (
     ONE_TOKEN,
+    SCHEDULED_AT_ONCE,
     RowExtras,
     Sampled,
     Scheduler,
@@ -45,7 +46,7 @@ from trio_vllm.mock.scheduling import (
 from trio_vllm.mock.spread import Acceptance
 from trio_vllm.mock.timed_group import TimedGroup, Times
 from trio_vllm.mock.times import RequestTimes, StepTimes
-from trio_vllm.mock.token_rows import MOST_STEPS, Indices, TokenRows
+from trio_vllm.mock.token_rows import DRAWN_AT_ONCE, MOST_STEPS, Indices, TokenRows
 from trio_vllm.mock.unlimited import MAX_LAG, Counts, Paused
 from trio_vllm.protocol import EngineCoreRequest, EventType, PrefillStats, SchedulerStats
 
@@ -234,6 +235,14 @@ class SimulatedScheduler:
         for member in members:
             self._forget_one(member)
 
+    def _forget_in_slices(self, members: Sequence[Member]) -> Iterator[None]:
+        self._lineup.remove(members)
+        for start in range(0, len(members), SCHEDULED_AT_ONCE):
+            if start:
+                yield
+            for member in members[start : start + SCHEDULED_AT_ONCE]:
+                self._forget_one(member)
+
     def _forget_one(self, member: Member) -> None:
         request = member.request
         del self._members[request.request_id], self._by_scheduled[member.scheduled]
@@ -263,6 +272,11 @@ class SimulatedScheduler:
         self._resets_at_end = True
         if self._in_hand is None:
             self._reset(now)
+
+    @property
+    def is_preempting(self) -> bool:
+        """Whether requests still run that `preempt_all` lets wait."""
+        return self._resets_at_end or self._resetting is not None
 
     def _reset(self, now: float) -> None:
         """Do what `preempt_all` wants, or begin with it if it takes long."""
@@ -351,8 +365,13 @@ class SimulatedScheduler:
             return now
         return self._scheduler.due(now) if self._in_hand is None else self._due
 
-    def step(self, now: float, builder_for: Callable[[int], MessageBuilder]) -> list[Request]:
-        """End the step in hand and begin the next; which requests have finished."""
+    def step(
+        self, now: float, builder_for: Callable[[int], MessageBuilder]
+    ) -> Generator[None, None, list[Request]]:
+        """End the step in hand and begin the next; which requests have finished.
+
+        It yields whenever others should have a turn; nothing may be added or removed in between.
+        """
         finished: list[Request] = []
         if self._reset_more(now):
             return finished
@@ -361,14 +380,14 @@ class SimulatedScheduler:
             if now < self._due or self._is_stalled or not self._is_sampled(step):
                 return finished
             begin = self._keep_pace(self._due, now)
-            finished = self._end(step, builder_for)
+            finished = yield from self._end(step, builder_for)
         if self.has_work and self._resetting is None:
-            following = self._scheduler.schedule(now)
+            following = yield from self._scheduler.schedule_in_slices(now)
             duration = self._times.duration(following)
             self._in_hand, self._due = following, begin + duration
             # A message has the rows of one step.
             if step is None and not duration and self._is_sampled(following):
-                finished = self._end(following, builder_for)
+                finished = yield from self._end(following, builder_for)
         return finished
 
     def _keep_pace(self, due: float, now: float) -> float:
@@ -403,11 +422,16 @@ class SimulatedScheduler:
         self._lineup.follow(rows, self._by_scheduled)
         return rows
 
-    def _end(self, step: Step, builder_for: Callable[[int], MessageBuilder]) -> list[Request]:
+    def _end(
+        self, step: Step, builder_for: Callable[[int], MessageBuilder]
+    ) -> Generator[None, None, list[Request]]:
         """Make the rows of the step in hand, and let the scheduler know."""
         rows = self._follow(step)
         self._is_exact = True
         shares = [*self._lineup.shares.items()]
+        for _, share in shares:
+            if len(share.layout) > DRAWN_AT_ONCE:
+                yield from self._rows.draw_in_slices(share.layout)
         lasts = [self._rows.advance(share.layout) for _, share in shares]
         sampled, self._sampled, self._sampling, self._in_hand = self._sampled, {}, None, None
         finished = [
@@ -416,10 +440,11 @@ class SimulatedScheduler:
             for place in last
         ]
         finished += [member for member in self._lineup.plain.members if _is_last(member)]
-        extras = self._scheduler.update(step, [member.scheduled for member in finished], sampled)
+        ending = [member.scheduled for member in finished]
+        extras = yield from self._scheduler.update_in_slices(step, ending, sampled)
         for (client_index, share), last in zip(shares, lasts, strict=True):
-            self._write(share, last, extras, builder_for(client_index))
-        self._write_plain(extras, builder_for)
+            yield from self._write(share, last, extras, builder_for(client_index))
+        yield from self._write_plain(extras, builder_for)
         self._count(extras)
         self.tokens_made += len(rows)
         if sampled:
@@ -430,7 +455,7 @@ class SimulatedScheduler:
             self._kv_events.append(events)
         self._make_stats(step)
         if finished:
-            self._forget(finished)
+            yield from self._forget_in_slices(finished)
         self._reset(step.now)
         return [member.request for member in finished]
 
@@ -440,7 +465,7 @@ class SimulatedScheduler:
         last: Sequence[int],
         extras: Mapping[ScheduledRequest, RowExtras],
         builder: MessageBuilder,
-    ) -> None:
+    ) -> Iterator[None]:
         """Put the rows of one client into its message: those with more than tokens one by one."""
         layout = share.layout
         data = bytes(layout.buffer)
@@ -448,7 +473,9 @@ class SimulatedScheduler:
         lasts = set(last)
         special = lasts.union(place for place in told if place is not None)
         done = written = 0
-        for place in sorted(special):
+        for number, place in enumerate(sorted(special)):
+            if number and not number % SCHEDULED_AT_ONCE:
+                yield
             member = share.members[place]
             start, end = layout.edges(place)
             if place > done:
@@ -494,8 +521,10 @@ class SimulatedScheduler:
         self,
         extras: Mapping[ScheduledRequest, RowExtras],
         builder_for: Callable[[int], MessageBuilder],
-    ) -> None:
-        for member in self._lineup.plain.members:
+    ) -> Iterator[None]:
+        for number, member in enumerate(self._lineup.plain.members):
+            if number and not number % SCHEDULED_AT_ONCE:
+                yield
             plain, request = member.plain, member.request
             assert plain is not None
             events, prefill = _told(extras.get(member.scheduled))
@@ -624,7 +653,9 @@ class TimedRequests(SimulatedScheduler):
             heappop(order)
         return order[0][0] if order else math.inf
 
-    def step(self, now: float, builder_for: Callable[[int], MessageBuilder]) -> list[Request]:
+    def step(
+        self, now: float, builder_for: Callable[[int], MessageBuilder]
+    ) -> Generator[None, None, list[Request]]:
         """Send the rows that are due, and schedule what can be; which requests have finished."""
         finished: list[Request] = []
         if not self.has_work:
@@ -634,7 +665,7 @@ class TimedRequests(SimulatedScheduler):
             return finished
         if not self._scheduler.has_room() or self._has_chunks:
             self._withhold(self._group.dissolve())
-        step = self._in_hand = self._in_hand or self._step_of_due(now)
+        step = self._in_hand = self._in_hand or (yield from self._step_of_due(now))
         if step is not None and not self._is_sampled(step):
             return finished
         in_group = self._group.due(now)
@@ -642,13 +673,13 @@ class TimedRequests(SimulatedScheduler):
             step = step or Step(now, 0, 0.0)
             self._write_group(in_group, builder_for)
         if step is not None:
-            finished = self._end(step, builder_for)
+            finished = yield from self._end(step, builder_for)
             self._lineup.clear()  # the group has no use for layouts
             running = RequestStatus.RUNNING
             self._unscheduled.update(one for one in step.rows if one.status is running)
         self._is_eager, self._looked_at = False, now
         if self._scheduler.has_work and self._resetting is None:
-            self._schedule(now, in_group, keep_stats=step is not None)
+            yield from self._schedule(now, in_group, keep_stats=step is not None)
         self._last.clear()
         return finished
 
@@ -665,11 +696,16 @@ class TimedRequests(SimulatedScheduler):
             builder_for(client_index).add(self._rows.write(share), len(share))
         self.tokens_made += len(slots)
 
-    def _step_of_due(self, now: float) -> Step | None:
+    def _step_of_due(self, now: float) -> Generator[None, None, Step | None]:
         """A step with just the rows that are due, if any are, but for those of the group."""
-        self._withhold(self._group.leave_at_end(now))
+        for number, leaving in enumerate(self._group.leave_at_end(now)):
+            if number and not number % SCHEDULED_AT_ONCE:
+                yield
+            self._withhold([leaving])
         due: list[ScheduledRequest] = []
         while (time := self._first_due) <= now:
+            if due and not len(due) % SCHEDULED_AT_ONCE:
+                yield
             request = heappop(self._order)[2]
             del self._dues[request]
             self._last[request] = self._keep_pace(time, now)
@@ -680,9 +716,9 @@ class TimedRequests(SimulatedScheduler):
         step.rows = step.individual_rows = sorted(due, key=lambda request: request.seat)
         return step
 
-    def _schedule(self, now: float, in_group: Indices, *, keep_stats: bool) -> None:
+    def _schedule(self, now: float, in_group: Indices, *, keep_stats: bool) -> Iterator[None]:
         besides = self._group.next_tokens(in_group)
-        step = self._scheduler.schedule(now, self._unscheduled, besides)
+        step = yield from self._scheduler.schedule_in_slices(now, self._unscheduled, besides)
         if len(in_group):
             self._group.advance(in_group, self._next_dues(in_group, now))
         self._unscheduled.difference_update(step.scheduled)
@@ -690,7 +726,9 @@ class TimedRequests(SimulatedScheduler):
             self._dues.pop(request, None)
             self._unscheduled.discard(request)
         takes_in = self._has_group and self._scheduler.has_room(2)  # not to be dissolved at once
-        for request in step.rows:
+        for number, request in enumerate(step.rows):
+            if number and not number % SCHEDULED_AT_ONCE:
+                yield
             due, member = self._due_time(request, now), self._by_scheduled[request]
             if takes_in and member.slot is not None and request.only_decodes:
                 self._group.join(member, due)

@@ -7,7 +7,7 @@ goes on at its own pace, so that every row has a slot with tokens drawn ahead fo
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ _WIDTH = 128
 _FIRST_CAPACITY = 64
 MOST_STEPS = _WIDTH // 2
 """That can be prepared at once."""
+DRAWN_AT_ONCE = 1024
+"""Rows for which tokens are drawn without a turn for others: some 3 ms."""
 MAX_ROW_LENGTH = 4096
 """Longer rows, that is very long request ids, are made as objects."""
 
@@ -184,6 +186,14 @@ class TokenRows:
         layout.buffer.clear()
         layout.set_columns(layout.columns[:, :0])
 
+    def draw_in_slices(self, layout: Layout) -> Iterator[None]:
+        """Draw what `advance` would have to, for many rows; yields whenever others should have a turn."""
+        if not layout.quiet_steps and not layout.countdowns.min():
+            (low,) = (layout.ahead <= _WIDTH // 2).nonzero()
+            for start in range(0, len(low), DRAWN_AT_ONCE):
+                self._draw_for(layout, low[start : start + DRAWN_AT_ONCE])
+                yield
+
     def advance(self, layout: Layout) -> list[int]:
         """Write the next token into each row; which rows have their last one."""
         if not layout.quiet_steps:
@@ -238,10 +248,13 @@ class TokenRows:
     def _draw_for_low(self, layout: Layout) -> None:
         """Draw tokens for the rows that have none or few, so that it is seldom done."""
         (low,) = (layout.ahead <= _WIDTH // 2).nonzero()
-        slots = layout.slots[low]
-        self._draw(slots, layout.left[low], layout.ahead[low])
-        layout.places[low] = slots * _WIDTH
-        layout.ahead[low] = _WIDTH
+        self._draw_for(layout, low)
+
+    def _draw_for(self, layout: Layout, rows: Indices) -> None:
+        slots = layout.slots[rows]
+        self._draw(slots, layout.left[rows], layout.ahead[rows])
+        layout.places[rows] = slots * _WIDTH
+        layout.ahead[rows] = _WIDTH
 
     def _draw(self, slots: Indices, left: Indices, ahead: Indices) -> None:
         drawn = np.empty((len(slots), _WIDTH), self._cells.dtype)

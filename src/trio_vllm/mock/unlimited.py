@@ -218,6 +218,11 @@ class UnlimitedScheduler:
         self._preempting = self._preempt_in_slices(now)
         self._preempt_more()
 
+    @property
+    def is_preempting(self) -> bool:
+        """Whether requests still run that `preempt_all` lets wait."""
+        return self._preempting is not None
+
     def _preempt_in_slices(self, now: float) -> Iterator[None]:
         """Preempt those that came last first; yields whenever others should have a turn."""
         waiting = self._waiting
@@ -277,8 +282,11 @@ class UnlimitedScheduler:
         """See `FastBatch.steady_steps`; only if no request waits or is on the plain path."""
         return None if self._clock.interval else self._fast.steady_steps(template, now, limit)
 
-    def step(self, now: float, builder_for: Callable[[int], MessageBuilder]) -> list[Request]:
-        """Make a step of any kind; which requests have finished."""
+    def step(
+        self, now: float, builder_for: Callable[[int], MessageBuilder]
+    ) -> Generator[None, None, list[Request]]:
+        """Make a step of any kind, in one slice; which requests have finished."""
+        yield from ()
         if self._preempt_more() or self.paused == "all":
             return []
         if self._plain.is_in_step:

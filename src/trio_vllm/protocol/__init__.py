@@ -80,6 +80,7 @@ from trio_vllm.protocol.output import bare_token_ids as bare_token_ids
 from trio_vllm.protocol.output import decode_outputs as decode_outputs
 from trio_vllm.protocol.output import decode_outputs_in_pieces as decode_outputs_in_pieces
 from trio_vllm.protocol.output import decode_outputs_lazily as decode_outputs_lazily
+from trio_vllm.protocol.output import encode_output_rows as encode_output_rows
 from trio_vllm.protocol.output import encode_outputs as encode_outputs
 from trio_vllm.protocol.output import raw_logprobs_of as raw_logprobs_of
 from trio_vllm.protocol.output import rest_of as rest_of

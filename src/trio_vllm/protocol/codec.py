@@ -296,6 +296,22 @@ def list_of(codec: Codec[T]) -> Codec[list[T]]:
     return Codec("an array", decode, encode)
 
 
+def _list_of_strings() -> Codec[list[str]]:
+    """Make the codec of an array of strings, checked at C speed: there may be a million of them."""
+    one_by_one = list_of(STR)
+
+    def are_plain(values: Any) -> bool:
+        return set(map(type, values)) == {str} and "".join(values).isascii()
+
+    def decode(raw: Any, frames: Frames) -> list[str]:
+        return raw if type(raw) is list and are_plain(raw) else one_by_one.decode(raw, frames)
+
+    def encode(value: Any, aux: AuxFrames) -> Any:
+        return value if type(value) is list and are_plain(value) else one_by_one.encode(value, aux)
+
+    return Codec(one_by_one.expected, decode, encode)
+
+
 def map_with_path(
     convert: Callable[[Any, Any], Any],
     items: Iterable[Any],
@@ -355,8 +371,9 @@ TOKEN_IDS = _list_of_integers("I", 0, 2**32 - 1)
 """Token ids: unsigned 32-bit, as upstream's Rust reader has them."""
 U64S = _list_of_integers("Q", 0, 2**64 - 1)
 I64S = _list_of_integers("q", -(2**63), 2**63 - 1)
-INTEGER_LISTS: dict[Codec[Any], Codec[list[int]]] = {U32: TOKEN_IDS, U64: U64S, I64: I64S}
-"""The fast codec of a list of integers, by the codec of one."""
+STRS = _list_of_strings()
+FAST_LISTS: dict[Codec[Any], Codec[Any]] = {U32: TOKEN_IDS, U64: U64S, I64: I64S, STR: STRS}
+"""The fast codec of a list of integers or strings, by the codec of one."""
 
 
 def map_of(key: Codec[K], item: Codec[T]) -> Codec[dict[K, T]]:
@@ -383,6 +400,17 @@ def map_of(key: Codec[K], item: Codec[T]) -> Codec[dict[K, T]]:
 # Free values ------------------------------------------------------------------------------------
 
 
+_MANY_ITEMS = 64
+
+
+def _are_plain(items: Sequence[Any]) -> bool:
+    """Whether all items of a list are good, as far as that can be told at C speed; they may be a million."""
+    kinds = set(map(type, items))
+    if kinds == {int}:
+        return bool(min(items) >= -(2**63) and max(items) < 2**64)
+    return "".join(items).isascii() if kinds == {str} else kinds <= {float, bool, type(None), bytes}
+
+
 def _check_free(value: Any, keys: Codec[Any], depth: int = 0) -> None:
     """Raise `CodecError` for what MessagePack, or a peer in another language, cannot express."""
     kind = type(value)
@@ -393,6 +421,8 @@ def _check_free(value: Any, keys: Codec[Any], depth: int = 0) -> None:
     elif kind is dict or kind is list or kind is tuple:
         if depth == MAX_NESTING:
             raise CodecError(f"nests deeper than {MAX_NESTING} levels")
+        if kind is not dict and len(value) > _MANY_ITEMS and _are_plain(value):
+            return
         for key, item in value.items() if kind is dict else enumerate(value):
             try:
                 if kind is dict:

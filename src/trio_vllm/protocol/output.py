@@ -42,7 +42,15 @@ from trio_vllm.protocol.logprobs import (
     SamplingMask,
 )
 from trio_vllm.protocol.msgpack import pack, unpack
-from trio_vllm.protocol.pieces import LARGE, PackedPiece, array_at, array_head, skip, split
+from trio_vllm.protocol.pieces import (
+    LARGE,
+    PackedPiece,
+    array_at,
+    array_head,
+    skip,
+    split,
+    unpack_in_pieces,
+)
 from trio_vllm.protocol.stats import PrefillStats, RequestSpecDecodeMetrics, SchedulerStats
 from trio_vllm.protocol.structs import as_array, codec_of, defaults_of, index_of
 from trio_vllm.protocol.utility import UtilityOutput
@@ -291,6 +299,9 @@ _not_nil_of = operator.itemgetter(*_NOT_NIL)
 _NOT_NIL_DEFAULTS = _not_nil_of([None] * _REST_START + _REST)
 
 
+_FEW_TOKENS = 64
+
+
 def bare_token_ids(row: Any) -> list[int] | None:
     """Give the new token ids of a row that carries nothing else; None for other rows.
 
@@ -310,6 +321,8 @@ def bare_token_ids(row: Any) -> list[int] | None:
     token_ids = row[1]
     # One after the other is faster than all at once for the one or few that a step makes.
     if type(token_ids) is list and token_ids:
+        if len(token_ids) > _FEW_TOKENS:
+            return token_ids if set(map(type, token_ids)) == {int} else None
         for token_id in token_ids:
             if type(token_id) is not int:
                 return None
@@ -370,9 +383,17 @@ def decode_outputs_lazily(
         raise DecodeError("outputs", "", "the message has no frame")
     if len(frames) == 1 and frames[0] == ENGINE_CORE_DEAD:
         return EngineDead()
-    raw = None
     try:
         raw = unpack(frames[0])
+    except CodecError as error:
+        raise DecodeError("outputs", error.where, error.reason) from error
+    return _decode_unpacked(raw, frames)
+
+
+def _decode_unpacked(
+    raw: Any, frames: Frames
+) -> UndecodedBatch | UtilityCallOutput | DpControlOutput:
+    try:
         if (batch := _bare_batch(raw, frames)) is not None:
             return batch
         message = _MESSAGE.decode(raw, frames)
@@ -441,7 +462,13 @@ def decode_outputs_in_pieces(
     try:
         rows = (yield from _find_rows(frames[0])) if frames else None
         if rows is None:
-            return decode_outputs_lazily(frames)
+            if not frames or len(frames[0]) < LARGE:
+                return decode_outputs_lazily(frames)
+            raw = yield from unpack_in_pieces(frames[0])
+            yield
+            whole = _decode_unpacked(raw, frames)
+            yield  # to handle it may take as long again
+            return whole
         payload, (start, first, count) = frames[0], rows
         size = max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE * count // len(payload)))
         pieces, end = yield from split(payload, first, count, size)
@@ -487,6 +514,11 @@ def decode_outputs(frames: Frames) -> EngineCoreOutputs | EngineDead:
 
 
 # Writing ----------------------------------------------------------------------------------------
+
+
+def encode_output_rows(outputs: Sequence[EngineCoreOutput], aux: list[Buffer]) -> bytes:
+    """Encode outputs as the elements of the array of a message; appends its auxiliary frames to ``aux``."""
+    return b"".join([pack(ENGINE_CORE_OUTPUT.encode(output, aux)) for output in outputs])
 
 
 def encode_outputs(outputs: EngineCoreOutputs) -> list[Buffer]:

@@ -155,3 +155,50 @@ def split(
         at, count = end, count - number
         yield
     return pieces, at
+
+
+_FEW, _DEEP = 64, 8
+"""Elements of an array that are unpacked one by one, and how many levels of such arrays."""
+
+
+def unpack_in_pieces(payload: Buffer) -> Generator[None, None, Any]:
+    """Unpack one complete object, long arrays in it some elements at a time; yields in between.
+
+    Raises `CodecError` like `unpack`.
+    """
+    raw, end = yield from _unpack_at(payload, 0, 0)
+    if end != len(payload):
+        raise CodecError("bytes follow the end of the payload")
+    return raw
+
+
+def _unpack_at(payload: Buffer, at: int, depth: int) -> Generator[None, None, tuple[Any, int]]:
+    """Unpack the object that begins there; gives where it ends, too."""
+    count, first = array_at(payload, at) or (0, at)
+    items: list[Any] = []
+    if count > OBJECTS_AT_ONCE:
+        pieces, end = yield from split(payload, first, count, OBJECTS_AT_ONCE)
+        for piece in pieces:
+            items += piece.unpack()
+            yield
+        return items, end
+    if at < len(payload) and 0x80 < payload[at] < 0x90 and depth < _DEEP:
+        return (yield from _unpack_map(payload, at, depth))
+    if count > _FEW or first == at or depth == _DEEP:
+        end = yield from skip(payload, at, 1)
+        return unpack(payload[at:end]), end
+    for _ in range(count):
+        item, first = yield from _unpack_at(payload, first, depth + 1)
+        items.append(item)
+    return items, first
+
+
+def _unpack_map(payload: Buffer, at: int, depth: int) -> Generator[None, None, tuple[Any, int]]:
+    """Unpack a map of few entries, as the fields of a request are."""
+    count, at = payload[at] - 0x80, at + 1
+    entries: dict[Any, Any] = {}
+    for _ in range(count):
+        end = yield from skip(payload, at, 1)
+        ((key, _),) = unpack(b"".join((b"\x81", payload[at:end], b"\xc0"))).items()
+        entries[key], at = yield from _unpack_at(payload, end, depth + 1)
+    return entries, at

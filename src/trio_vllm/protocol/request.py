@@ -20,7 +20,7 @@ from trio_vllm.protocol.codec import (
     FINITE,
     I32,
     NON_EMPTY_STR,
-    STR,
+    STRS,
     TOKEN_IDS,
     U16,
     AuxFrames,
@@ -34,12 +34,11 @@ from trio_vllm.protocol.codec import (
     codec_from,
     integer,
     known_string,
-    list_of,
     summarize,
 )
 from trio_vllm.protocol.msgpack import decode_payload, pack, unpack
 from trio_vllm.protocol.multimodal import MultiModalFeatureSpec
-from trio_vllm.protocol.pieces import LARGE, array_at, array_head, skip, split
+from trio_vllm.protocol.pieces import LARGE, array_at, array_head, skip, split, unpack_in_pieces
 from trio_vllm.protocol.sampling import EngineCoreSamplingParams
 from trio_vllm.protocol.structs import as_array, codec_of, index_of
 from trio_vllm.protocol.utility import UTILITY_REQUEST, UtilityRequest
@@ -231,7 +230,7 @@ EngineMessage = EngineCoreRequest | AbortRequests | StartDpWave | UtilityRequest
 
 ENGINE_CORE_REQUEST = codec_of(EngineCoreRequest)
 _WAVE = codec_of(StartDpWave)
-_REQUEST_IDS = list_of(STR)
+_REQUEST_IDS = STRS
 
 # An enumeration member costs as much to look up as a string to check.
 _ADD, _ABORT, _START_DP_WAVE, _UTILITY = (kind.value for kind in RequestType)
@@ -299,9 +298,17 @@ def decode_engine_message(frames: Frames) -> EngineMessage:
 
 
 def _decode_add(body: Frames) -> EngineCoreRequest:
-    request_id = None
     try:
         raw = unpack(body[0])
+    except CodecError as error:
+        raise DecodeError("an ADD message", error.where, error.reason) from error
+    return _add_of(raw, body)
+
+
+def _add_of(raw: Any, body: Frames) -> EngineCoreRequest:
+    """The request of an unpacked ADD message."""
+    request_id = None
+    try:
         if type(raw) is list and raw and type(raw[0]) is str:
             request_id = raw[0]
         return ENGINE_CORE_REQUEST.decode(raw, body)
@@ -334,7 +341,10 @@ def decode_engine_message_in_pieces(frames: Frames) -> Generator[None, None, Eng
     except CodecError as error:
         raise DecodeError("an ADD message", error.where, error.reason) from error
     if prompt is None:
-        return decode_engine_message(frames)
+        message = yield from _decode_other(frames)
+        if len(frames[1]) >= LARGE:
+            yield  # to take it may take as long again
+        return message
     start, end, token_ids = prompt
     _, payload, *aux = frames
     request = _decode_add([b"".join((payload[:start], array_head(0), payload[end:])), *aux])
@@ -345,6 +355,25 @@ def decode_engine_message_in_pieces(frames: Frames) -> Generator[None, None, Eng
         ) from token_ids
     request.prompt_token_ids = token_ids
     return request
+
+
+def _decode_other(frames: Frames) -> Generator[None, None, EngineMessage]:
+    """Decode a message without a long prompt; a large one in pieces."""
+    if len(frames) != 2 or frames[0] not in (_UTILITY, _ADD) or len(frames[1]) < LARGE:
+        return decode_engine_message(frames)
+    if frames[0] == _ADD:
+        try:
+            raw = yield from unpack_in_pieces(frames[1])
+        except CodecError as error:
+            raise DecodeError("an ADD message", error.where, error.reason) from error
+        yield
+        return _add_of(raw, frames[1:])
+    try:
+        raw = yield from unpack_in_pieces(frames[1])
+        yield
+        return UTILITY_REQUEST.decode(raw, frames[1:])
+    except CodecError as error:
+        raise DecodeError("a UTILITY message", error.where, error.reason) from error
 
 
 def _decode_ids_in_pieces(frames: Frames) -> Generator[None, None, EngineMessage]:

@@ -29,8 +29,8 @@ import attrs
 
 from trio_vllm.protocol.codec import (
     BOOL,
+    FAST_LISTS,
     FLOAT,
-    INTEGER_LISTS,
     JSON_LIKE,
     STR,
     AuxFrames,
@@ -203,7 +203,7 @@ def _derive(annotation: Any) -> Codec[Any]:
             return optional(_derive(others[0]))
     elif origin in (list, Sequence):
         item = _derive(arguments[0])
-        return INTEGER_LISTS.get(item) or list_of(item)
+        return FAST_LISTS.get(item) or list_of(item)
     elif origin in (dict, Mapping):
         return map_of(*map(_derive, arguments))
     elif annotation is Any or isinstance(annotation, type):
