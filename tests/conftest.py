@@ -10,11 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+from tests.examples import USUAL
 from trio.testing import MockClock
 
 # How long an example may take would depend on what else the machine does.
-settings.register_profile("without deadline", deadline=None)
-settings.load_profile("without deadline")
+settings.register_profile("thorough", deadline=None, max_examples=USUAL)
+settings.register_profile("quick", deadline=None, max_examples=USUAL // 4)
+settings.load_profile("quick")
 
 MARK = "TRIO_VLLM_TESTS_MARK"
 
