@@ -22,6 +22,8 @@ PYTHONS = [
     if classifier.startswith("Programming Language :: Python :: 3.")
 ]
 
+ON_ALL_CORES = ("-n", "auto", "--dist", "worksteal")
+
 
 def reveal_pyenv() -> None:
     """Append pyenv's interpreters to the path: those not activated have shims that only fail."""
@@ -84,14 +86,25 @@ def typing(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS)
 def tests(session: nox.Session) -> None:
-    """Run the tests on each installed Python; arguments go to pytest, and then it measures nothing."""
+    """Run the tests on each installed Python, on the lowest with coverage and more examples of property tests.
+
+    Arguments go to pytest, and then it measures nothing.
+    """
     session.install(".", *group("test"))
     if session.posargs:
         session.run("pytest", *session.posargs)
-        return
+    elif session.python == PYTHONS[0]:
+        test_thoroughly(session)
+    else:
+        session.run("pytest", *ON_ALL_CORES)
+
+
+def test_thoroughly(session: nox.Session) -> None:
+    """Run the tests with many examples, and measure what of the code they run."""
     coverage = {"COVERAGE_FILE": str(Path(session.create_tmp()).resolve() / "coverage")}
+    pytest = ("pytest", *ON_ALL_CORES, "--hypothesis-profile=thorough")
     session.run("coverage", "erase", env=coverage)
-    session.run("coverage", "run", "-m", "pytest", env=coverage)
+    session.run("coverage", "run", "-m", *pytest, env=coverage)
     session.run("coverage", "combine", "--quiet", env=coverage)
     session.run("coverage", "report", env=coverage)
 
@@ -101,7 +114,7 @@ def minimums(session: nox.Session) -> None:
     """Run the tests with the lowest releases that we say we work with."""
     pins = [requirement.replace(">=", "==") for requirement in PROJECT["dependencies"]]
     session.install(".", *pins, *group("test"))
-    session.run("pytest", *session.posargs)
+    session.run("pytest", *(session.posargs or ON_ALL_CORES))
 
 
 @nox.session(default=False)

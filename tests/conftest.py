@@ -5,16 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
+from importlib.util import cache_from_source
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from tests.examples import USUAL
 from trio.testing import MockClock
 
+import trio_vllm
+
 # How long an example may take would depend on what else the machine does.
-settings.register_profile("without deadline", deadline=None)
-settings.load_profile("without deadline")
+settings.register_profile("thorough", deadline=None, max_examples=USUAL)
+settings.register_profile("quick", deadline=None, max_examples=USUAL // 4)
+settings.load_profile("quick")
 
 MARK = "TRIO_VLLM_TESTS_MARK"
 
@@ -36,6 +43,20 @@ def no_process_is_left() -> Iterator[None]:
         os.environ[MARK] = mark
         yield
         del os.environ[MARK]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def code_is_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep compiled code for the processes that tests start, where Python is told to leave none.
+
+    They would compile the package anew each time, which takes longer than all else that they do. An
+    installed package has its compiled code beside it.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if sys.dont_write_bytecode and not Path(cache_from_source(trio_vllm.__file__)).exists():
+            patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+            patch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path_factory.mktemp("compiled")))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

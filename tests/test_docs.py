@@ -8,7 +8,6 @@ import logging
 import os
 import pydoc
 import re
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -90,7 +89,7 @@ async def any_engine() -> AsyncIterator[HandshakeOwner]:
 
 
 def test_all_pieces_are_here() -> None:
-    """Whole programs are run elsewhere; who adds a piece adds what runs it."""
+    """Whole programs and tests are run elsewhere; who adds a piece adds what runs it."""
     pieces = {
         page.relative_to(DOCS).as_posix(): [
             code
@@ -206,28 +205,6 @@ async def test_an_engine_that_is_started_again(
 
     assert done == [3]
     assert "starting the engine again: engine 0 is dead" in caplog.text
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_a_test(number: int, tmp_path: Path) -> None:
-    """A user's own, with the plugin's fixture."""
-    piece = blocks("howto/testing.md")[number]
-    (tmp_path / "test_it.py").write_text(piece, encoding="utf-8")
-    (tmp_path / "pytest.ini").write_text("[pytest]\ntrio_mode = true\n", encoding="utf-8")
-    plugin = () if is_plugin_installed() else ("-p", "trio_vllm.testing.plugin")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
-
-    assert "1 passed" in done.stdout, done.stdout
-
-
-def is_plugin_installed() -> bool:
-    """Whether pytest finds it by itself, as it does in an installed package."""
-    from importlib.metadata import entry_points
-
-    return any(point.name == "trio_vllm.testing.plugin" for point in entry_points(group="pytest11"))
 
 
 async def test_engines_over_sockets() -> None:

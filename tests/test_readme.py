@@ -17,7 +17,7 @@ import trio
 from trio.testing import MockClock
 
 import trio_vllm
-from trio_vllm import GenerateRequest, SamplingParams, mock
+from trio_vllm import GenerateRequest, SamplingParams, mock, testing
 from trio_vllm.cli import llm_smoke, mock_engine
 from trio_vllm.llm import metrics as metrics
 from trio_vllm.testing import mock_llm
@@ -99,16 +99,13 @@ def programs() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", programs())
-def test_programs_of_the_docs_run(name: str, tmp_path: Path) -> None:
+def test_programs_of_the_docs_run(name: str) -> None:
     """Against a mock engine, or one that they start themselves."""
-    address = f"ipc://{tmp_path}/h" if len(str(tmp_path)) < 80 else "tcp://127.0.0.1:29551"
-    code = programs()[name].replace("tcp://127.0.0.1:29550", address)
-    engine = [sys.executable, "-m", "trio_vllm", "mock-engine", "--handshake-address", address]
-    with subprocess.Popen(engine, stderr=subprocess.DEVNULL) as mock:
+    with testing.mock_engine() as engines:
+        code = programs()[name].replace("tcp://127.0.0.1:29550", engines.handshake_address)
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
         )
-        mock.terminate()
 
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout

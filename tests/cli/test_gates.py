@@ -19,6 +19,7 @@ from tests.cli.conftest import RunSmoke
 from tests.cli.fake_engine import FakeEngine
 
 from trio_vllm import EngineCoreOutput, EngineCoreRequest, FinishReason
+from trio_vllm.cli import mock_engine
 from trio_vllm.cli.llm_smoke import app, main
 from trio_vllm.cli.smokes import REQUEST_ID_PREFIX
 from trio_vllm.spawn import free_port
@@ -362,18 +363,22 @@ def test_sign_of_life() -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "trio_vllm", "llm-smoke", "generate", "--ready-timeout-secs=1"]
     command += ["--handshake-address", f"tcp://127.0.0.1:{free_port()}"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"}
-    ) as process:
+    pipe = subprocess.PIPE
+    with (
+        subprocess.Popen(command, stdout=pipe, stderr=pipe) as elsewhere,
+        subprocess.Popen(
+            command, stdout=pipe, stderr=theirs, env={**os.environ, "TERM": "xterm"}
+        ) as process,
+    ):
         os.close(theirs)
         shown = b"".join(iter(lambda: read(ours), b""))
         out, _ = process.communicate()
+        out_elsewhere, err_elsewhere = elsewhere.communicate()
     os.close(ours)
-    elsewhere = subprocess.run(command, capture_output=True, check=False)
 
-    assert (out, elsewhere.stdout) == (b"", b"")
+    assert (out, out_elsewhere) == (b"", b"")
     assert b"waiting for an engine at tcp://127.0.0.1:" in shown
-    assert elsewhere.stderr.count(b"\n") == 1
+    assert err_elsewhere.count(b"\n") == 1
 
 
 def read(descriptor: int) -> bytes:
@@ -386,15 +391,13 @@ def read(descriptor: int) -> bytes:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 @pytest.mark.parametrize("command", ["llm-smoke", "mock-engine"])
-def test_completion(command: str, shell: str) -> None:
+def test_completion(capsys: pytest.CaptureFixture[str], command: str, shell: str) -> None:
     """A script for the shell, which knows the options."""
-    done = subprocess.run(
-        [sys.executable, "-m", "trio_vllm", command, "--completion", shell],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    run = mock_engine.main if command == "mock-engine" else main
 
-    assert ("engine-count" if command == "mock-engine" else "json-full") in done.stdout
+    assert run(["--completion", shell]) == 0
+
+    script = capsys.readouterr().out
+    assert ("engine-count" if command == "mock-engine" else "json-full") in script
     if shell == "bash":
-        subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=True)
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)

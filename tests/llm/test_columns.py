@@ -7,9 +7,10 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 from tests.client.world import make_request
+from tests.examples import examples
 from tests.ready import ready_response
 
 from trio_vllm.client import FrontendCore
@@ -341,7 +342,7 @@ def messages(draw: st.DrawFn) -> dict[str, Any]:
 ABORTS = st.lists(st.sampled_from(ALL_IDS), max_size=2)
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(
     steps=st.lists(st.tuples(messages(), ABORTS), min_size=1, max_size=6),
     limits=st.lists(st.sampled_from([3, 4, 6, 100]), min_size=len(ALL_IDS), max_size=len(ALL_IDS)),

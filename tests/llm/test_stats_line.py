@@ -191,7 +191,7 @@ async def test_metrics_and_the_line_do_not_mind_each_other(
     assert len(lines(caplog)) == 1
 
 
-async def test_what_the_block_raises_comes_out_as_it_is() -> None:
+async def test_what_the_block_raises_comes_out_as_it_is(autojump_clock: MockClock) -> None:
     with pytest.raises(ZeroDivisionError):
         async with open_llm_in_memory(stats_interval=1):
             raise ZeroDivisionError

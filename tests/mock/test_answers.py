@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import examples
 from tests.mock.driver import Driver, drive
 from tests.mock.test_paths import comparable
 
@@ -157,7 +158,7 @@ REQUESTS = st.lists(
     chunk_size=st.sampled_from([1, 1, 3]),
     schedule=st.booleans(),
 )
-@settings(max_examples=60)
+@examples(60)
 def test_all_paths_agree(
     requests: list[tuple[Any, ...]], output: str, chunk_size: int, *, schedule: bool
 ) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import examples
 from tests.mock.driver import Driver, drive
 
 from trio_vllm.mock.fast_batch import MADE_AT_ONCE
@@ -101,7 +102,7 @@ def comparable(driver: Driver) -> list[Any]:
     has_coordinator=st.booleans(),
     lengths=st.sampled_from([{}, {"output_tokens_mean": 8.0}]),
 )
-@settings(max_examples=300)
+@examples(300)
 def test_both_paths_send_the_same(
     actions: list[tuple[Any, ...]],
     chunk_size: int,
@@ -159,7 +160,7 @@ def schedule(
     num_gpu_blocks=st.sampled_from([30, 1000]),
     times=st.sampled_from([{}, {"step_time": 2.5}, {"inter_token_latency": 2.5}]),
 )
-@settings(max_examples=40)
+@examples(40)
 def test_both_paths_of_a_schedule_send_the_same(
     actions: list[tuple[Any, ...]],
     seats_and_budget: tuple[int, int],
@@ -197,7 +198,7 @@ def test_both_paths_of_a_schedule_send_the_same(
     vocab_size=st.sampled_from([32, 70_000]),
     client_count=st.integers(1, 2),
 )
-@settings(max_examples=300)
+@examples(300)
 def test_several_steps_at_once_send_the_same(
     actions: list[tuple[Any, ...]], chunk_size: int, vocab_size: int, client_count: int
 ) -> None:
@@ -227,7 +228,7 @@ def test_several_steps_at_once_send_the_same(
     has_events=st.booleans(),
     has_coordinator=st.booleans(),
 )
-@settings(max_examples=60)
+@examples(60)
 def test_several_steps_of_a_schedule_at_once_are_those_of_the_scheduler(
     actions: list[tuple[Any, ...]],
     seats_and_budget: tuple[int, int],
@@ -275,7 +276,7 @@ def test_several_steps_of_a_schedule_at_once_are_those_of_the_scheduler(
     has_events=st.booleans(),
     delay=st.sampled_from([0.0, 0.004, 0.3]),
 )
-@settings(max_examples=100)
+@examples(100)
 def test_both_paths_of_requests_with_their_own_times_send_the_same(
     actions: list[tuple[Any, ...]],
     seats_and_budget: tuple[int, int],

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import examples
 
 from trio_vllm.mock import MockEngineConfig
 from trio_vllm.mock.content import TokenSource
@@ -58,7 +59,7 @@ USUAL_OR_NOT = st.fixed_dictionaries(
         ]
     ),
 )
-@settings(max_examples=300)
+@examples(300)
 def test_usual_requests_are_made_as_any_others_are(
     params: dict[str, Any],
     prompt_len: int | None,

@@ -7,8 +7,9 @@ from typing import Any
 import attrs
 import ormsgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import examples
 from tests.protocol import strategies as some
 from tests.protocol.comparing import same
 
@@ -42,7 +43,7 @@ def frames_of(request: EngineCoreRequest) -> list[bytes]:
 
 
 @given(st.lists(some.requests(), min_size=1, max_size=3))
-@settings(max_examples=200)
+@examples(200)
 def test_good_requests_are_decoded_alike(requests: list[EngineCoreRequest]) -> None:
     decoder = AddDecoder()
     for request in requests:
@@ -71,7 +72,7 @@ USUAL = EngineCoreRequest(
 
 
 @given(st.lists(st.dictionaries(st.integers(0, 22), VALUES, max_size=2), min_size=1, max_size=6))
-@settings(max_examples=300)
+@examples(300)
 def test_a_field_of_another_type_makes_another_request(changes: list[dict[int, Any]]) -> None:
     """1 is not 1.0 nor True, whatever was there before; a field too many is ignored."""
     decoder = AddDecoder()

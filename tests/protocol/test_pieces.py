@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 import attrs
 import ormsgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.examples import examples
 from tests.llm.logprobs import make_logprobs
 
 from trio_vllm.errors import DecodeError
@@ -62,7 +63,7 @@ def finish(work: Generator[None, None, T]) -> tuple[T, int]:
         turns += 1
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.lists(OBJECTS, max_size=12), st.integers(1, 7))
 def test_split_arrays_have_the_same_elements(elements: list[Any], size: int) -> None:
     payload = ormsgpack.packb([elements, "end"])

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import attrs
@@ -195,8 +196,10 @@ async def test_the_frontend_double_drives_a_command() -> None:
 TESTS = """
 import pytest
 from trio_vllm import GenerateRequest, HandshakeOwner, SamplingParams, open_llm
+from trio_vllm.mock import MockEngineConfig
 
 REQUEST = GenerateRequest(prompt_token_ids=[1], sampling_params=SamplingParams(max_tokens=4))
+CONFIG = MockEngineConfig(vllm_version="0.32.1")
 
 @pytest.mark.mock_llm(engine_count=3, answers={(1,): [5]})
 async def test_memory(mock_llm, autojump_clock):
@@ -210,105 +213,121 @@ async def test_sockets(mock_engine):
 
 def test_plain(mock_engine):
     assert mock_engine.engine.requests == []
-"""
-
-
-TRIO_MODE = "[pytest]\ntrio_mode = true\naddopts = --strict-markers\n"
-
-
-def run_pytest(folder: Path, *options: str, tests: str = TESTS, settings: str = TRIO_MODE) -> str:
-    """What pytest says of tests that use the plugin."""
-    (folder / "test_it.py").write_text(tests)
-    (folder / "pytest.ini").write_text(settings)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "trio_vllm.testing.plugin", *options],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "300"},
-    )
-    return done.stdout + done.stderr
-
-
-def test_the_plugin(tmp_path: Path) -> None:
-    assert "3 passed" in run_pytest(tmp_path)
-
-
-CONFIGURED = """
-import pytest
-from trio_vllm.mock import MockEngineConfig
-
-CONFIG = MockEngineConfig(vllm_version="0.32.1")
 
 @pytest.mark.mock_llm(CONFIG)
-async def test_memory(mock_llm):
+async def test_config_in_memory(mock_llm):
     assert mock_llm.llm.client.vllm_version == "0.32.1"
 
 @pytest.mark.mock_engine(CONFIG, engine_count=2)
-async def test_sockets(mock_engine):
-    from trio_vllm import HandshakeOwner, open_llm
-    async with open_llm(HandshakeOwner(mock_engine.handshake_address, engine_count=2)) as llm:
+async def test_config_over_sockets(mock_engine):
+    mode = HandshakeOwner(handshake_address=mock_engine.handshake_address, engine_count=2)
+    async with open_llm(mode) as llm:
         assert llm.client.vllm_version == "0.32.1"
 
 @pytest.mark.mock_llm(CONFIG, 2)
 async def test_too_many(mock_llm):
     pass
+
+def test_not_async(mock_llm):
+    pass
 """
 
+PAGE = (Path(__file__).parents[2] / "docs/howto/testing.md").read_text(encoding="utf-8")
 
-def test_marks_take_the_config_without_a_name(tmp_path: Path) -> None:
-    printed = run_pytest(tmp_path, tests=CONFIGURED)
+EXAMPLES = {
+    f"test_example_{number}.py": code
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
+    if re.search(r"^(async )?def test_", code, re.MULTILINE)
+}
+"""The tests that the page shows, each a file of its own."""
 
-    assert "2 passed" in printed
-    assert "1 failed" in printed
-    assert "mock_llm() takes from 0 to 1 positional arguments but 2 were given" in printed
+NEEDS_MARK = "mark the test with @pytest.mark.trio, or set trio_mode = true"
+
+# A run of pytest costs more than all the tests in it, so each serves for what it can.
+
+
+def is_plugin_installed() -> bool:
+    """Whether pytest finds it by itself, as it does in an installed package."""
+    return any(point.name == "trio_vllm.testing.plugin" for point in entry_points(group="pytest11"))
+
+
+def run_pytest(folder: Path, tests: dict[str, str], settings: str, *options: str) -> list[str]:
+    """What pytest says of files of tests that use the plugin: a line for each test at the end."""
+    for name, code in tests.items():
+        (folder / name).write_text(code, encoding="utf-8")
+    (folder / "pytest.ini").write_text(f"[pytest]\n{settings}")
+    # Plugins that have no part in it take longer to load than the tests to run.
+    others = ("-p", "no:hypothesispytest", "-p", "no:xdist", "-p", "no:cacheprovider")
+    plugins = others if is_plugin_installed() else ("-p", "trio_vllm.testing.plugin", *others)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rA", *plugins, *options],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "300"},
+    )
+    assert done.stderr == ""
+    return done.stdout.splitlines()
+
+
+def outcomes(printed: list[str], outcome: str) -> dict[str, str]:
+    """The tests with this outcome, and why if they have not passed."""
+    lines = [line.split("::", 1)[1] for line in printed if re.match(rf"{outcome} \S+::", line)]
+    return {name: reason for name, _, reason in (line.partition(" - ") for line in lines)}
+
+
+def test_in_trio_mode(tmp_path: Path) -> None:
+    """The fixtures, their marks, and those of the page's tests which pytest-trio need not be told of."""
+    settings = "trio_mode = true\naddopts = --strict-markers\n"
+    printed = run_pytest(tmp_path, {"test_it.py": TESTS, **EXAMPLES}, settings)
+
+    own = {"test_memory", "test_sockets", "test_plain"}
+    configured = {"test_config_in_memory", "test_config_over_sockets"}
+    assert outcomes(printed, "PASSED").keys() == own | configured | names_of_examples()
+    failed = outcomes(printed, "(?:FAILED|ERROR)")
+    assert failed.keys() == {"test_too_many", "test_not_async"}
+    assert NEEDS_MARK in failed["test_not_async"]
+    refusal = "mock_llm() takes from 0 to 1 positional arguments but 2 were given"
+    assert refusal in failed["test_too_many"]
 
 
 def test_the_marks_are_told(tmp_path: Path) -> None:
-    printed = run_pytest(tmp_path, "--markers")
+    printed = "\n".join(run_pytest(tmp_path, {}, "", "--markers"))
 
     for name in ("mock_llm", "mock_engine"):
         assert f"@pytest.mark.{name}(config, *, engine_count=1, answers=None" in printed
 
 
-PAGE = (Path(__file__).parents[2] / "docs/howto/testing.md").read_text(encoding="utf-8")
-
-EXAMPLES = [
-    code
-    for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    if re.search(r"^(async )?def test_", code, re.MULTILINE)
-]
-"""The tests that the page shows."""
+def names_of_examples() -> set[str]:
+    """The tests that the page shows."""
+    return set(re.findall(r"(?m)^(?:async )?def (test_\w+)", "".join(EXAMPLES.values())))
 
 
 def test_there_are_examples() -> None:
-    assert len(EXAMPLES) == 3
+    assert (len(EXAMPLES), len(names_of_examples())) == (3, 3)
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_examples_of_the_page_run(example: str, tmp_path: Path) -> None:
-    """In an empty folder, with pytest-trio and no configuration."""
-    printed = run_pytest(tmp_path, tests=example, settings="[pytest]\n")
+def test_examples_of_the_page_run(tmp_path: Path) -> None:
+    """In a folder with no configuration; what lacks pytest-trio's mark is told which it needs."""
+    (first, *_) = EXAMPLES.values()
+    unmarked = {"test_unmarked.py": first.replace("@pytest.mark.trio\n", "")}
+    assert unmarked["test_unmarked.py"] != first
 
-    assert "1 passed" in printed
+    printed = run_pytest(tmp_path, EXAMPLES | unmarked, "")
+
+    assert outcomes(printed, "PASSED").keys() == names_of_examples()
+    (reason,) = outcomes(printed, "(?:FAILED|ERROR)").values()
+    assert NEEDS_MARK in reason
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_examples_of_the_page_without_pytest_trio(example: str, tmp_path: Path) -> None:
+def test_examples_of_the_page_without_pytest_trio(tmp_path: Path) -> None:
     """They say what to install."""
-    printed = run_pytest(tmp_path, "-p", "no:trio", tests=example, settings="[pytest]\n")
+    printed = run_pytest(tmp_path, EXAMPLES, "", "-p", "no:trio")
 
-    assert "Failed: the fixture mock_llm needs pytest-trio: pip install pytest-trio" in printed
-
-
-def test_a_test_without_the_mark(tmp_path: Path) -> None:
-    """It says which mark it needs; also one that is not async, in trio's mode."""
-    unmarked = EXAMPLES[0].replace("@pytest.mark.trio\n", "")
-    plain = "def test_plain(mock_llm): pass"
-
-    for tests, settings in ((unmarked, "[pytest]\n"), (plain, TRIO_MODE)):
-        printed = run_pytest(tmp_path, tests=tests, settings=settings)
-        assert "mark the test with @pytest.mark.trio, or set trio_mode = true" in printed
+    needs = "Failed: the fixture mock_llm needs pytest-trio: pip install pytest-trio"
+    reasons = outcomes(printed, "ERROR")
+    assert reasons.keys() == names_of_examples()
+    assert [reason for reason in reasons.values() if needs not in reason] == []
 
 
 def test_the_mark_takes_only_options_that_there_are() -> None:
