@@ -281,7 +281,7 @@ def test_others_have_a_turn_between_decoding_and_taking_a_large_message() -> Non
         assert (type(message), turns >= 1) == (kind, True)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(OBJECTS)
 def test_objects_are_unpacked_in_pieces_as_whole(value: Any) -> None:
     payload = ormsgpack.packb(
