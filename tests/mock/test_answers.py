@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.mock.driver import Driver, drive
 from tests.mock.test_paths import comparable
+from tests.slices import finish
 
 from trio_vllm import ConfigurationError
 from trio_vllm.mock import MockEngineConfig
@@ -314,11 +315,16 @@ def repeats(tokens: list[int], params: RepetitionDetectionParams) -> bool:
     sizes=st.tuples(st.integers(0, 4), st.integers(0, 4)),
     min_count=st.integers(2, 4),
     min_tokens=st.integers(0, 10),
+    scans=st.tuples(st.integers(1, 40), st.integers(1, 40)),
 )
 def test_the_first_repetition_is_found(
-    tokens: list[int], sizes: tuple[int, int], min_count: int, min_tokens: int
+    tokens: list[int],
+    sizes: tuple[int, int],
+    min_count: int,
+    min_tokens: int,
+    scans: tuple[int, int],
 ) -> None:
-    """As by looking at the end after each token."""
+    """As by looking at the end after each token, however many are looked at at once."""
     params = RepetitionDetectionParams(
         max_pattern_size=max(sizes), min_pattern_size=min(sizes), min_count=min_count
     )
@@ -336,8 +342,42 @@ def test_the_first_repetition_is_found(
         ),
         None,
     )
-    found = first_repetition(request, None, params, min_tokens)  # type: ignore[arg-type]
-    assert found == expected
+    search = first_repetition(
+        request,
+        None,  # type: ignore[arg-type]
+        params,
+        min_tokens,
+        first_scan=scans[0],
+        scan=scans[1],
+    )
+    assert finish(search)[0] == expected
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("params", "slices"),
+    [
+        ({"stop_token_ids": [5]}, 20),
+        ({"repetition_detection": {"max_pattern_size": 4, "min_count": 9}}, 20),
+        ({"repetition_detection": {"max_pattern_size": 9000, "min_count": 2}}, 60),
+    ],
+)
+def test_a_late_end_is_searched_for_in_slices(
+    schedule: dict[str, Any], params: dict[str, Any], slices: int
+) -> None:
+    """The request starts when it is found, and what comes behind it waits."""
+    driver = drive(vocab_size=2**31, max_model_len=1_000_000, **schedule)
+    driver.add("a", 400_000, params=params)
+    call = driver.post("is_sleeping")
+
+    turns = 0
+    while driver.answer(call) is None:
+        assert sum(driver.engine.counts) == 0
+        driver.step()
+        turns += 1
+
+    assert turns > slices
+    assert sum(driver.engine.counts) == 1
 
 
 # Files ------------------------------------------------------------------------------------------

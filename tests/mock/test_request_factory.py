@@ -83,9 +83,10 @@ def test_usual_requests_are_made_as_any_others_are(
     def told(request: Request | Refusal) -> Any:
         if isinstance(request, Refusal):
             return request
-        names = [
-            name.name for name in attrs.fields(Request) if name.name not in {"given", "scheduled"}
-        ]
+        for _ in request.search or ():
+            pass
+        others = {"given", "scheduled", "search"}
+        names = [name.name for name in attrs.fields(Request) if name.name not in others]
         return [getattr(request, name) for name in names], request.tokens(TokenSource(64), 0, 3)
 
     assert told(factory.make(wire, emitted)) == told(fresh.make_any(wire, emitted))

@@ -11,6 +11,7 @@ from tests.mock.driver import Driver, drive
 from tests.mock.replay import _OPTIONS, Json, load
 from tests.mock.test_schedules import RECORDED, without_ids
 from tests.protocol.test_outputs import FULL_STATS
+from tests.slices import finish
 
 from trio_vllm.mock import encoding, scheduling, simulated, token_rows
 from trio_vllm.mock import engine as engine_module
@@ -21,7 +22,6 @@ from trio_vllm.protocol import (
     EngineCoreOutput,
     EngineCoreRequest,
     EngineCoreSamplingParams,
-    EngineMessage,
     EventType,
     FinishReason,
     PrefixCacheStats,
@@ -204,18 +204,6 @@ def test_cached_tokens_are_told() -> None:
     assert cached("g") == 48
 
 
-def hashed(driver: Driver, message: EngineMessage) -> tuple[int, list[bytes]]:
-    """What the engine makes of a message before it takes it, and in how many slices."""
-    slices, hashing = 0, driver.engine.hash_prompt(message)
-    while True:
-        try:
-            next(hashing)
-        except StopIteration as end:
-            hashes: list[bytes] = end.value
-            return slices, hashes
-        slices += 1
-
-
 def chunk(request_id: str, *, resumable: bool = False, count: int = 4096) -> EngineCoreRequest:
     """A request for a token after a prompt of 256 blocks."""
     return EngineCoreRequest(
@@ -231,7 +219,7 @@ def test_blocks_are_hashed_before_a_prompt_is_taken() -> None:
     driver = drive(schedule=True, max_num_batched_tokens=8192)
     driver.keep(driver.engine.take(chunk("a"), 0.0))
     driver.run()
-    slices, hashes = hashed(driver, chunk("b"))
+    hashes, slices = finish(driver.engine.hash_prompt(chunk("b")))
     driver.keep(driver.engine.take(chunk("b"), 0.0, hashes))
     driver.run()
     driver.keep(driver.engine.take(chunk("c"), 0.0, [bytes(32)] * 256))
@@ -246,11 +234,11 @@ def test_blocks_are_hashed_before_a_prompt_is_taken() -> None:
 def test_what_is_not_cached_is_not_hashed() -> None:
     driver, off = drive(schedule=True), drive(schedule=True, enable_prefix_caching=False)
     unlimited, small = drive(), drive(schedule=True, max_model_len=100)
-    assert hashed(driver, AbortRequests(["a"])) == (0, [])
-    assert hashed(off, chunk("a")) == (0, [])
-    assert hashed(small, chunk("a")) == (0, [])
-    assert hashed(unlimited, chunk("a")) == (0, [])
-    assert hashed(driver, chunk("a", count=15)) == (0, [])
+    assert finish(driver.engine.hash_prompt(AbortRequests(["a"]))) == ([], 0)
+    assert finish(off.engine.hash_prompt(chunk("a"))) == ([], 0)
+    assert finish(small.engine.hash_prompt(chunk("a"))) == ([], 0)
+    assert finish(unlimited.engine.hash_prompt(chunk("a"))) == ([], 0)
+    assert finish(driver.engine.hash_prompt(chunk("a", count=15))) == ([], 0)
 
 
 def test_hashes_of_a_chunk_that_has_to_wait_are_not_those_of_the_one_before() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import Any, TypeVar
 
 import attrs
@@ -12,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
 from tests.llm.logprobs import make_logprobs
+from tests.slices import finish
 
 from trio_vllm.errors import DecodeError
 from trio_vllm.protocol import (
@@ -49,18 +49,6 @@ OBJECTS = st.recursive(
     lambda inner: st.lists(inner, max_size=8) | st.dictionaries(st.text(max_size=9), inner),
     max_leaves=12,
 )
-
-
-def finish(work: Generator[None, None, T]) -> tuple[T, int]:
-    """What comes of it, and how many turns others had."""
-    turns = 0
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            result: T = end.value
-            return result, turns
-        turns += 1
 
 
 @examples(60)

@@ -534,12 +534,8 @@ class MockEngine:
                 self._replies.ended(wire.client_index, [wire.request_id], FinishReason.ABORT, now)
             ]
         replies: list[Outgoing] = []
-        # A chunk that is queued behind an earlier one will be hashed when its turn comes.
-        is_new = bool(hashes) and self._scheduler.get(wire.request_id) is None
-        if not self._take_in(wire, now, replies):
+        if not self._take_in(wire, now, replies, hashes):
             return replies
-        if is_new and hashes:
-            self._note_hashes(wire.request_id, hashes)
         if wire.lora_request is not None:
             self._control.use_adapter(wire.lora_request)
         if self._wave is not None:
@@ -549,13 +545,17 @@ class MockEngine:
                 replies.append(self._replies.wave(now, start_wave=wave))
         return replies
 
-    def _note_hashes(self, request_id: str, hashes: list[bytes]) -> None:
-        request = self._scheduler.get(request_id)
-        if request is not None and request.scheduled is not None:
-            request.scheduled.table.hashes = hashes
+    def _take_in(
+        self,
+        wire: EngineCoreRequest,
+        now: float,
+        replies: list[Outgoing],
+        hashes: list[bytes] | None = None,
+    ) -> bool:
+        """Start, queue or refuse a request; whether it was taken.
 
-    def _take_in(self, wire: EngineCoreRequest, now: float, replies: list[Outgoing]) -> bool:
-        """Start, queue or refuse a request; whether it was taken."""
+        A chunk that is queued behind an earlier one will be hashed when its turn comes.
+        """
         session = self._sessions.get(wire.request_id)
         running = self._scheduler.get(wire.request_id)
         if running is not None:
@@ -574,7 +574,18 @@ class MockEngine:
             del self._sessions[wire.request_id]
             self._finish_silently(wire.client_index, wire.request_id)
             return True
-        return self._start(wire, session.emitted if session is not None else 0, now, replies)
+        request = self._make(wire, session.emitted if session is not None else 0)
+        if isinstance(request, Refusal):
+            self._sessions.pop(wire.request_id, None)
+            self._refuse(wire, request, now, replies)
+            return False
+        if hashes and request.scheduled is not None:
+            request.scheduled.table.hashes = hashes
+        if request.search is not None:
+            replies += self._search_and_start(request, wire, now)
+        else:
+            replies += self._start(request, wire, now)
+        return True
 
     def _refuse_duplicate(
         self, wire: EngineCoreRequest, running: Request, now: float, replies: list[Outgoing]
@@ -594,27 +605,37 @@ class MockEngine:
         self.events.refused(wire.request_id, refusal.message)
         replies.append(self._replies.refused(wire.client_index, wire.request_id, refusal, now))
 
-    def _start(
-        self, wire: EngineCoreRequest, emitted: int, now: float, replies: list[Outgoing]
-    ) -> bool:
-        request = self._make(wire, emitted)
-        if isinstance(request, Refusal):
-            self._sessions.pop(wire.request_id, None)
-            self._refuse(wire, request, now, replies)
-            return False
+    def _search_and_start(
+        self, request: Request, wire: EngineCoreRequest, now: float
+    ) -> list[Outgoing]:
+        """Start a request once its end is found."""
+
+        def search_and_start() -> Chore:
+            for _ in request.search or ():
+                yield None
+            return self._start(request, wire, now)
+
+        if not self._chores:
+            return self._begin_chore(search_and_start())
+        # A step is under way that has ended the chunk before: there is no later.
+        for _ in request.search or ():
+            pass
+        return self._start(request, wire, now)
+
+    def _start(self, request: Request, wire: EngineCoreRequest, now: float) -> list[Outgoing]:
         client_index, request_id = request.client_index, request.request_id
         self.events.started(request, self.config.output_token_chunk_size, now)
         if wire.abort_immediately:
             self._leave_blocks(request)
             self._account_for(request, FinishReason.ABORT)
             self._finish_silently(client_index, request_id)
-        elif request.end == emitted and not request.is_pooling:
+        elif request.end == request.emitted and not request.is_pooling:
             reason = request.finish_reason
-            replies.append(self._replies.ended(client_index, [request_id], reason, now))
             self._account_for(request, reason)
+            return [self._replies.ended(client_index, [request_id], reason, now)]
         else:
             self._scheduler.add(request, now)
-        return True
+        return []
 
     def _leave_blocks(self, request: Request) -> None:
         """Let another engine know that what it keeps for a request is not needed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import ClassVar
 
 import attrs
@@ -94,6 +94,9 @@ class Request:
     """What a document is scored by, in late interaction."""
     was_fetched: bool = False
     """Whether its prompt came from another engine, where there is no schedule."""
+
+    search: Iterator[None] | None = None
+    """Finds its ``end`` where that depends on its tokens, with turns for others; None if it is known."""
 
     emitted: int = 0
     """Tokens that it had got when it last left a batch, or joins its first one."""
@@ -274,9 +277,7 @@ class RequestFactory:
             transfer=transfer,
         )
         if wire.sampling_params is not None:
-            self._find_end(request, wire.sampling_params, answer.ending)
-        if transfer is not None and request.finish_reason not in KEEPING:
-            transfer.sends = False
+            self._note_end(request, wire.sampling_params, answer.ending)
         return request
 
     def _answer(self, wire: EngineCoreRequest, emitted: int) -> Answer:
@@ -341,10 +342,10 @@ class RequestFactory:
                 return fault
         return None
 
-    def _find_end(
+    def _note_end(
         self, request: Request, params: EngineCoreSamplingParams, ending: Ending | None
     ) -> None:
-        """Note at which position the request ends, and why."""
+        """Note at which position the request ends, and why, unless it has to be searched for."""
         start, config = request.emitted, self._config
         limit = min(params.max_tokens or 0, config.max_model_len - request.prompt_len)
         request.end = start + limit
@@ -355,37 +356,48 @@ class RequestFactory:
                 request.finish_reason, request.stop_reason = ending.reason, ending.stop_reason
                 request.last_token = ending.last_token
         if not params.trace_decode_token_ids:  # is replayed whatever else would end it
-            self._find_stop(request, params)
-            self._find_repetition(request, params)
+            stops = self._stops(request, params)
+            if stops or params.repetition_detection is not None:
+                request.search = self._search(request, params, stops)
+        if request.search is None:
+            _note_keeping(request)
 
-    def _find_stop(self, request: Request, params: EngineCoreSamplingParams) -> None:
-        """Let the request end at the first stop token."""
+    def _stops(self, request: Request, params: EngineCoreSamplingParams) -> frozenset[int]:
+        """The tokens that end the request."""
         size = self._config.vocab_size if request.given is None else MAX_TOKEN + 1
         eos = params.eos_token_id if self._config.stop_at_eos else None
-        if eos is None and not params.stop_token_ids:
-            return
         stops = {*(params.stop_token_ids or ()), *(() if eos is None else (eos,))}
-        stops = {token for token in stops if token < size}
-        if not stops:
-            return
-        found = first_stop(request, self._source, stops, request.emitted + params.min_tokens)
+        return frozenset(token for token in stops if token < size)
+
+    def _search(
+        self, request: Request, params: EngineCoreSamplingParams, stops: Collection[int]
+    ) -> Iterator[None]:
+        """Let the request end at the first stop token, or where it begins to repeat itself."""
+        first = request.emitted + params.min_tokens
+        found = None
+        if stops:
+            found = yield from first_stop(request, self._source, stops, first)
         if found is not None:
             position, token = found
             request.end, request.last_token = position + 1, None
             request.finish_reason = FinishReason.STOP
+            eos = params.eos_token_id if self._config.stop_at_eos else None
             request.stop_reason = None if token == eos else token
+        if params.repetition_detection is not None:
+            count = yield from first_repetition(
+                request, self._source, params.repetition_detection, params.min_tokens
+            )
+            if count is not None:
+                request.end, request.last_token = request.emitted + count, None
+                request.finish_reason = FinishReason.REPETITION
+                request.stop_reason = "repetition_detected"
+        _note_keeping(request)
 
-    def _find_repetition(self, request: Request, params: EngineCoreSamplingParams) -> None:
-        """Let the request end where it begins to repeat itself."""
-        if params.repetition_detection is None:
-            return
-        count = first_repetition(
-            request, self._source, params.repetition_detection, params.min_tokens
-        )
-        if count is not None:
-            request.end, request.last_token = request.emitted + count, None
-            request.finish_reason = FinishReason.REPETITION
-            request.stop_reason = "repetition_detected"
+
+def _note_keeping(request: Request) -> None:
+    """Note whether the blocks of its prompt are kept for another engine, which depends on its end."""
+    if request.transfer is not None and request.finish_reason not in KEEPING:
+        request.transfer.sends = False
 
 
 def _too_many(what: str, count: int) -> str | None:
