@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Generic, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
 
 import trio
 
@@ -117,6 +117,18 @@ def _raise_first(crash: _Caught, block: _Caught, around: _Caught) -> None:
         caught.raise_again()
 
 
+class _NoOutcome:
+    """What a sleeper wakes up with: an `outcome.Value` of None that serves any number of times.
+
+    To make one for each and note that it was used would be a quarter of what trio needs to wake a task.
+    """
+
+    def unwrap(self) -> None: ...
+
+
+_NO_OUTCOME: Any = _NoOutcome()
+
+
 class Waker:
     """Lets one task sleep until `wake`; a wake without a sleeper is forgotten.
 
@@ -138,7 +150,7 @@ class Waker:
         """Let the sleeper go on, if there is one."""
         task, self._task = self._task, None
         if task is not None:
-            trio.lowlevel.reschedule(task)
+            trio.lowlevel.reschedule(task, _NO_OUTCOME)
 
     async def wait(self) -> None:
         """Sleep until the next `wake`; `trio.BusyResourceError` if a task sleeps here already."""

@@ -14,6 +14,7 @@ from collections.abc import (
     AsyncIterable,
     AsyncIterator,
     Callable,
+    Coroutine,
     Iterable,
     Iterator,
     Mapping,
@@ -76,8 +77,8 @@ class Generation:
     _turn: int = attrs.field(default=0, init=False)
     """The completion whose turn it is to deliver."""
 
-    async def wait_due(self) -> Collector | None:
-        """Wait until some completion has a delivery; None when all have ended."""
+    async def next_delta(self) -> CompletionDelta:
+        """Wait until some completion has a delivery; `StopAsyncIteration` when all have ended."""
         # Each coroutine that is entered here is paid for with each token of a stream.
         if self._has_changed():
             await trio.lowlevel.checkpoint()
@@ -86,9 +87,9 @@ class Generation:
         while (due := self._next_due()) is None:
             self._raise_error()
             if self._has_ended():
-                return None
+                raise StopAsyncIteration
             await self._waker.wait()
-        return due
+        return due.take_delta()
 
     def _next_due(self) -> Collector | None:
         """Choose in turn: with a slow caller the first completion might always be due."""
@@ -148,7 +149,7 @@ class GenerateStream:
     def __aiter__(self) -> GenerateStream:
         return self
 
-    async def __anext__(self) -> CompletionDelta:
+    def __anext__(self) -> Coroutine[Any, Any, CompletionDelta]:
         """Wait for the next delivery.
 
         Raises:
@@ -160,10 +161,7 @@ class GenerateStream:
         Cancellation:
           Loses nothing; what came in the meantime is part of the next delivery.
         """
-        collector = await self._generation.wait_due()
-        if collector is None:
-            raise StopAsyncIteration
-        return collector.take_delta()
+        return self._generation.next_delta()
 
     def stop(self, stop_reason: str | None = None, *, index: int | None = None) -> None:
         """Finish a completion whose text, as the caller detokenized it, matched a stop string.
