@@ -51,7 +51,7 @@ from trio_vllm.protocol import (
 from trio_vllm.transport import EngineLingers, join_frontend
 from trio_vllm.transport.zmq_context import open_context
 
-TIMEOUT = 10.0
+TIMEOUT = 30.0
 """Seconds for what must happen."""
 
 

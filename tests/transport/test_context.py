@@ -16,7 +16,7 @@ import pytest
 import trio
 from tests.transport.peers import ANY_PORT, LIMIT
 from tests.transport.startup import until
-from trio.testing import wait_all_tasks_blocked
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_vllm.errors import ConfigurationError
 from trio_vllm.transport.zmq_context import (
@@ -247,6 +247,41 @@ async def test_leaving_does_not_hang() -> None:
             raw = context._shared.raw.socket(SocketType.PUSH)
 
     raw.close()
+
+
+async def test_a_monitor_whose_socket_does_not_end_in_time_is_closed_later(
+    autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    """With the context that it shares: garbage of it would warn."""
+    async with open_context() as other:
+        shared = other._shared
+        async with open_context() as context:
+            push = context.socket(
+                SocketType.PUSH, linger=0.2
+            )  # real ones, unlike those of the wait
+            context.open_monitor(push)
+            push.connect(f"ipc://{tmp_path}/nobody")
+            push.send_nowait([b"last words"])
+        (monitor,) = shared.overdue
+        assert not monitor.has_ended()
+    assert monitor.has_ended()
+
+
+async def test_those_that_have_ended_by_the_next_end_are_forgotten(
+    autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    async with open_context() as other:
+        shared = other._shared
+        async with open_context() as context:
+            push = context.socket(SocketType.PUSH, linger=0.1)
+            context.open_monitor(push)
+            push.connect(f"ipc://{tmp_path}/nobody")
+            push.send_nowait([b"last words"])
+        assert len(shared.overdue) == 1
+        time.sleep(0.5)  # noqa: ASYNC251 (what ends it are threads of ØMQ's)
+        async with open_context():
+            pass
+        assert shared.overdue == []
 
 
 async def test_leaving_does_not_need_the_default_limiter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,8 @@ class SharedContext:
 
     raw: RawContext
     users: int = 0
+    overdue: list[PeerMonitor] = attrs.field(factory=list, init=False)
+    """Watch sockets that had not ended in time. To close them earlier would block a thread of ØMQ's."""
 
 
 @define
@@ -206,8 +208,12 @@ class ZmqContext:
             # watched; unless it is to end, when ØMQ waits for all.
             for monitor in self._monitors:
                 await monitor.wait_ended()
-        if self._pool.release(self._shared):
-            await self._terminate(self._shared.raw)
+        shared = self._shared
+        shared.overdue = [m for m in (*shared.overdue, *self._monitors) if not m.has_ended()]
+        if self._pool.release(shared):
+            for monitor in shared.overdue:
+                monitor.close()
+            await self._terminate(shared.raw)
 
     async def _terminate(self, raw: RawContext) -> None:
         with trio.move_on_after(self._longest_linger + self._termination_grace, shield=True):

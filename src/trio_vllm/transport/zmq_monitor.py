@@ -142,6 +142,12 @@ class PeerMonitor(trio.abc.ReceiveChannel[PeerEvent]):
                 except trio.BusyResourceError:  # the other task may be the one that sees the end
                     await trio.sleep(POLL_INTERVAL)
 
+    def has_ended(self) -> bool:
+        """Whether it is closed, as it is once the watched socket has ended."""
+        with suppress(trio.ClosedResourceError):
+            self.receive_pending()
+        return self._source.is_closed
+
     def close(self) -> None:
         """Watch no longer; idempotent."""
         self._watched.stop_monitor()  # first: ØMQ's own thread would block on a closed monitor
