@@ -103,6 +103,19 @@ def test_values_of_other_classes_differ() -> None:
     assert value != 1
 
 
+@pytest.mark.parametrize("decorate", [values.define, values.frozen, attrs.frozen])
+def test_exceptions_differ(decorate: Any) -> None:
+    """Each is one that was raised somewhere, whatever it holds, and has a hash."""
+
+    class FaultError(Exception):
+        reasons: list[str]
+
+    cls = decorate(FaultError)
+    assert cls(["a"]) != cls(["a"])
+    assert len({cls(["a"]), cls(["a"])}) == 2
+    assert repr(cls(["a"])) == "FaultError(reasons=['a'])"
+
+
 @values.define
 class Own:
     """Has methods of its own, and a value that holds itself."""

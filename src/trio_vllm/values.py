@@ -49,7 +49,7 @@ def _compared(cls: type[Any]) -> Callable[[Any], Any]:
 def _share_methods(cls: type[Any], *, eq: bool, repr: bool, frozen: bool) -> None:  # noqa: A002
     """Give a class the methods that attrs would write for it; it leaves alone what is there."""
     methods: dict[str, Any] = {"__repr__": _show} if repr else {}
-    if eq:
+    if eq and not issubclass(cls, BaseException):  # each exception is one of its own
         methods |= {"__eq__": _equals, "__hash__": _hash if frozen else None}
     for name, method in methods.items():
         if name not in vars(cls):

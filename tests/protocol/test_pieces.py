@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import attrs
@@ -15,6 +16,7 @@ from tests.slices import finish
 
 from trio_vllm.errors import DecodeError
 from trio_vllm.protocol import (
+    Buffer,
     CodecError,
     EngineCoreOutput,
     EngineCoreRequest,
@@ -31,8 +33,18 @@ from trio_vllm.protocol import (
     encode_add,
     encode_outputs,
     encode_utility,
+    pieces,
 )
-from trio_vllm.protocol.pieces import LARGE, array_at, array_head, skip, split, unpack_in_pieces
+from trio_vllm.protocol.msgpack import unpack
+from trio_vllm.protocol.pieces import (
+    LARGE,
+    OBJECTS_AT_ONCE,
+    array_at,
+    array_head,
+    skip,
+    split,
+    unpack_in_pieces,
+)
 
 T = TypeVar("T")
 
@@ -151,7 +163,7 @@ def test_a_large_answer_is_decoded_as_before() -> None:
     message, turns = finish(decode_outputs_in_pieces(frames))
     assert isinstance(message, UtilityCallOutput)
     assert message.output.call_id == 7
-    assert turns == 2  # before it is decoded, and handled
+    assert turns == 3  # behind the text, before the answer is decoded, and before it is handled
 
 
 def test_rows_beside_an_answer_are_refused() -> None:
@@ -282,6 +294,35 @@ def test_objects_are_unpacked_in_pieces_as_whole(value: Any) -> None:
         finish(unpack_in_pieces(payload + b"\x01"))
     with pytest.raises(CodecError):
         finish(unpack_in_pieces(payload[:-1]))
+
+
+@pytest.mark.parametrize(
+    "pack", [list, lambda items: dict(enumerate(items))], ids=["lists", "maps"]
+)
+def test_many_objects_in_few_elements_take_turns(
+    pack: Callable[[list[Any]], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However deep they are; those that are few are unpacked together."""
+    value: Any = 1
+    for _ in range(4):
+        value = pack([value] * 15)
+    counts: list[int] = []
+
+    def count(payload: Buffer) -> Any:
+        counts[-1] += len(payload)
+        return unpack(payload)
+
+    monkeypatch.setattr(pieces, "unpack", count)
+    payload = ormsgpack.packb([value] * 3, option=ormsgpack.OPT_NON_STR_KEYS)
+    work = unpack_in_pieces(payload)
+    with pytest.raises(StopIteration) as end:
+        while True:
+            counts.append(0)
+            next(work)
+
+    assert end.value.value == [value] * 3
+    assert max(counts) < 2 * OBJECTS_AT_ONCE
+    assert len(counts) < 150
 
 
 def test_a_large_call_and_its_answer_are_unpacked_in_pieces() -> None:

@@ -415,6 +415,8 @@ class MockEngine:
     def _take(
         self, message: EngineMessage, hashes: list[bytes] | None, now: float
     ) -> list[Outgoing]:
+        if self.is_deaf:  # since a message that had to wait, too
+            return []
         if self._deaths is not None and (death := self._death_of(message, self._deaths)):
             return self._die(death)
         match message:
@@ -490,6 +492,14 @@ class MockEngine:
         if self.is_deaf:
             return []
         self._begin(now)
+        if self._has_chores:
+            self._arrivals.append(partial(self._refuse_undecodable, frames, error))
+            return []
+        return self._refuse_undecodable(frames, error, now)
+
+    def _refuse_undecodable(self, frames: Frames, error: DecodeError, now: float) -> list[Outgoing]:
+        if self.is_deaf:
+            return []
         if self._deaths is not None:
             return self._die(self._deaths.of_bytes(frames, str(error)))
         request_id = error.request_id
@@ -519,8 +529,12 @@ class MockEngine:
         self._is_shutting_down = True
         if drain:
             return []
+        return self._begin_chore(self._drop_all(now))
+
+    def _drop_all(self, now: float) -> Chore:
+        """Abort what there is, and keep no blocks for other engines."""
         self._scheduler.release_all()
-        return self._begin_chore(self._abort_all(now))
+        return (yield from self._abort_all(now))
 
     # Requests coming ----------------------------------------------------------------------------
 
@@ -782,6 +796,8 @@ class MockEngine:
     def _go_on(self, now: float) -> list[Outgoing]:
         """Do a slice of a chore; after the last one take what has come meanwhile."""
         messages = self._do_slice() if self._chores else []
+        if self._has_chores:
+            self._begin(now)  # a step that has ended did not see what is behind it
         for _ in range(min(len(self._arrivals), TAKEN_AT_ONCE)):
             if self._chores or self.is_dead:
                 break
@@ -811,8 +827,8 @@ class MockEngine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether requests are running or waiting, or what they get is being made."""
-        return any(self._scheduler.counts) or bool(self._chores)
+        """Whether requests are running or waiting, or what comes of a message or a step is being made."""
+        return any(self._scheduler.counts) or self._has_chores
 
     @property
     def summary(self) -> Summary:

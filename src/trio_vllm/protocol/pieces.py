@@ -158,7 +158,11 @@ def split(
 
 
 _FEW, _DEEP = 64, 8
-"""Elements of an array that are unpacked one by one, and how many levels of such arrays."""
+"""Elements of an array that are unpacked one by one if they are many objects in all, and how many
+levels of such arrays."""
+
+_SMALL = 1024
+"""Bytes of an object that is unpacked without a turn for others."""
 
 
 def unpack_in_pieces(payload: Buffer) -> Generator[None, None, Any]:
@@ -174,6 +178,15 @@ def unpack_in_pieces(payload: Buffer) -> Generator[None, None, Any]:
 
 def _unpack_at(payload: Buffer, at: int, depth: int) -> Generator[None, None, tuple[Any, int]]:
     """Unpack the object that begins there; gives where it ends, too."""
+    end, left = _skip_some(payload, at, 1)
+    if not left:
+        if end > len(payload):
+            raise CodecError(_TRUNCATED)
+        raw = unpack(payload[at:end])
+        if end - at > _SMALL:
+            yield
+        return raw, end
+    yield
     count, first = array_at(payload, at) or (0, at)
     items: list[Any] = []
     if count > OBJECTS_AT_ONCE:
@@ -182,7 +195,7 @@ def _unpack_at(payload: Buffer, at: int, depth: int) -> Generator[None, None, tu
             items += piece.unpack()
             yield
         return items, end
-    if at < len(payload) and 0x80 < payload[at] < 0x90 and depth < _DEEP:
+    if 0x80 < payload[at] < 0x90 and depth < _DEEP:
         return (yield from _unpack_map(payload, at, depth))
     if count > _FEW or first == at or depth == _DEEP:
         end = yield from skip(payload, at, 1)
