@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
+import attrs
 import pytest
 import trio
 from tests.client.world import make_output
 from tests.llm.world import make_prompt, open_llm_world
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from trio_vllm import Llm
+from trio_vllm.client import Engine
 from trio_vllm.errors import DecodeError, EngineDeadError
 from trio_vllm.llm import Usage
 from trio_vllm.protocol import FinishReason, PrefillStats
+from trio_vllm.testing import mock_llm
 
 
 async def test_children_are_named_and_seeded_as_upstream_does() -> None:
@@ -181,6 +186,32 @@ async def test_an_abort_ends_all_of_them() -> None:
             FinishReason.ABORT,
         ]
         assert world.engine.aborts() == [[second]]
+
+
+@attrs.define
+class AbortingRule:
+    """A rule of load balancing that aborts all there is first."""
+
+    llm: Llm | None = None
+
+    def choose(self, engines: Sequence[Engine]) -> Engine:
+        """Take the first engine."""
+        if self.llm is not None:
+            self.llm.abort()
+        return engines[0]
+
+
+async def test_an_abort_while_they_are_submitted_ends_those_that_were() -> None:
+    rule = AbortingRule()
+    async with mock_llm(engine_count=2, load_balancer=rule) as mocks:
+        rule.llm = mocks.llm
+        output = await mocks.llm.generate(make_prompt(n=3, max_tokens=4))
+
+    assert [completion.finish_reason for completion in output.completions] == [
+        FinishReason.ABORT,
+        FinishReason.ABORT,
+        FinishReason.LENGTH,
+    ]
 
 
 def _brief(delta: object) -> tuple[int, list[int]]:

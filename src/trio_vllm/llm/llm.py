@@ -421,7 +421,9 @@ class Llm:
         # There may be very many: they are found now, and their engine requests in pieces.
         found = [*filter(None, map(self._generations.get, external_ids))]
         generations = [*itertools.chain.from_iterable(found)]
-        self.client.driver.abort_sinks(c for one in generations for c in one.collectors)
+        self.client.driver.abort_sinks(
+            c for one in generations for c in one.collectors[: one.submitted_count]
+        )
 
     async def shutdown(self) -> None:
         """Abort everything and close the client; idempotent. Later calls raise `ClientClosedError`."""
