@@ -38,7 +38,7 @@ def _show(self: Any) -> str:
 
 @functools.cache
 def _compared(cls: type[Any]) -> Callable[[Any], Any]:
-    """What gives the fields of a value that count when it is compared."""
+    """Make the function that gives, of a value, the fields that count when it is compared."""
     fields = [field for field in cls.__attrs_attrs__ if field.eq]
     if any(field.eq_key for field in fields):
         keys = [(field.name, field.eq_key or (lambda value: value)) for field in fields]

@@ -433,9 +433,10 @@ class FrontendCore:
         ids = list(request_ids)
         for engine in self._engines.by_index.values():
             # Between two chunks a session has no request.
-            for request_id in filter(engine.sessions.__contains__, ids if engine.sessions else ()):
-                if request_id not in engine.requests:
-                    self._abort_session(engine, request_id)
+            if engine.sessions:
+                for request_id in ids:
+                    if request_id in engine.sessions and request_id not in engine.requests:
+                        self._abort_session(engine, request_id)
         self.abort_sinks(self._engines.sinks_of(ids))
 
     def abort_sinks(self, sinks: Iterable[Sink]) -> None:

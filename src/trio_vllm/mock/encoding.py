@@ -87,8 +87,8 @@ class MessageBuilder:
         self._packed_count += len(self.outputs[:count])
         del self.outputs[:count]
 
-    def rows(self) -> tuple[int, list[Buffer], list[Buffer]]:
-        """How many rows there are, encoded, and the auxiliary frames that they refer to."""
+    def pack_rows(self) -> tuple[int, list[Buffer], list[Buffer]]:
+        """Encode what is not yet encoded; gives the number of rows, the rows, and their auxiliary frames."""
         if self.outputs:
             self._pack(len(self.outputs))
         return self.row_count + self._packed_count, [*self.pieces, *self._packed], self._aux
@@ -127,7 +127,7 @@ class MessageTemplate:
 
     def build(self, builder: MessageBuilder, stats: bytes, now: float) -> list[Buffer]:
         """The frames of a message; ``stats`` are encoded, nil for none."""
-        row_count, pieces, aux = builder.rows()
+        row_count, pieces, aux = builder.pack_rows()
         message = (
             self.start(row_count),
             *pieces,

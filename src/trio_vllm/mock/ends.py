@@ -22,8 +22,10 @@ FIRST_SCAN = 256
 """Tokens looked at first in the search for a repetition; then there are more and more."""
 COMPARED_AT_ONCE = 1_000_000
 """Pairs of tokens compared without a turn for others: some 10 ms."""
-COMPARISON = 1000
-"""Pairs that could be compared in the time in which a comparison begins."""
+BEGINNING = 1000
+"""As many pairs could be compared in the time that NumPy needs to begin."""
+PASSES = 10
+"""A search for runs goes over all pairs so often."""
 
 Tokens = npt.NDArray[np.int64]
 
@@ -92,9 +94,9 @@ def _repetition_in(
             yield
             compared = 0
         length = size * (count - 1)
-        compared += COMPARISON + len(tokens) // length
+        compared += BEGINNING + len(tokens) // length
         if _may_repeat(tokens, size, length):
-            compared += 10 * len(tokens)
+            compared += PASSES * len(tokens)
             found = _repeated_after(tokens, size, length, min_tokens)
             if found is not None:
                 first, tokens = found, tokens[: found - 1]  # what comes later does not matter

@@ -1,9 +1,8 @@
 """`ZmqContext`: makes ØMQ sockets, and ends them when its block is left.
 
-Those of a process share one ØMQ context, with its threads and descriptors: it is made for the first
-`open_context` and ended with the last. Only where there are hundreds of them, as with many engines in
-one process, there are more of it (`ContextPool`). A process that was forked makes its own, since
-threads do not survive a fork.
+All in a process share one ØMQ context, with its threads and descriptors: it is made for the first
+`open_context` and ended with the last. Only hundreds of them, as of many engines in one process, share
+several (`ContextPool`). A process that was forked makes its own, since threads do not survive a fork.
 """
 
 from __future__ import annotations
@@ -46,13 +45,12 @@ ALWAYS: dict[SocketType, dict[int, int | bytes]] = {
     SocketType.XPUB: {zmq.XPUB_VERBOSE: 1},  # tell of each subscription, repeated ones too
 }
 
-RawContext = zmq.Context[zmq.Socket[bytes]]
-
-
 PLACES = 256
-"""How many may share a ØMQ context. Each socket that is closed there walks over the monitors of all its
-sockets, so what thousands of engines take to end, and to close the connections of their handshakes, would
-be quadratic: seconds for 2,000. A context costs two threads and five descriptors."""
+"""How many `ZmqContext` may share a context of ØMQ's. As a socket is closed, ØMQ walks over the monitors of
+all sockets of its context, so the end of thousands of engines would take time in the square of their number:
+seconds for 2,000. A context costs two threads and five descriptors."""
+
+RawContext = zmq.Context[zmq.Socket[bytes]]
 
 
 @define(eq=False)
