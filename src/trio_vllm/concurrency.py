@@ -332,4 +332,4 @@ class Turns:
         self._going = min(self._width, len(line))
         for _ in range(self._going):
             task, _ = line.popitem(last=False)
-            trio.lowlevel.reschedule(task)
+            trio.lowlevel.reschedule(task, _NO_OUTCOME)
