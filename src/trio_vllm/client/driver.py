@@ -59,7 +59,7 @@ class CoreDriver:
         core: FrontendCore,
         *,
         batch_size: int = 64,
-        slice_time: float = 0.002,
+        slice_time: float = 0.004,
         most_ends: int = 32,
     ) -> None:
         """
