@@ -366,8 +366,12 @@ class RequestFactory:
         """The tokens that end the request."""
         size = self._config.vocab_size if request.given is None else MAX_TOKEN + 1
         eos = params.eos_token_id if self._config.stop_at_eos else None
-        stops = {*(params.stop_token_ids or ()), *(() if eos is None else (eos,))}
-        return frozenset(token for token in stops if token < size)
+        stops = frozenset(params.stop_token_ids or ())
+        if eos is not None:
+            stops |= {eos}
+        if stops and max(stops) >= size:  # rarely: they may be a million
+            stops = frozenset(token for token in stops if token < size)
+        return stops
 
     def _search(
         self, request: Request, params: EngineCoreSamplingParams, stops: Collection[int]
