@@ -108,7 +108,7 @@ async def open_frontend(mode: EngineSource) -> AsyncIterator[Frontend]:
     """Let engines register; the block's value talks to them.
 
     Args:
-      mode: Where they come from: `HandshakeOwner` or `SpawnedEngine`.
+      mode: Where they come from; `EngineSource` says which ways there are.
 
     Raises:
       StartupError: They have not come in the mode's time.
