@@ -6,8 +6,8 @@ not survive that, and says the same then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from fuzz.framing import join, split
 from fuzz.vectors import Frames, recorded
@@ -46,6 +46,7 @@ from trio_vllm.protocol import (
     encode_report,
     encode_start_dp_wave,
     encode_utility,
+    in_one_go,
 )
 from trio_vllm.protocol.msgpack import unpack
 from trio_vllm.protocol.pieces import array_at, skip
@@ -58,8 +59,6 @@ MAX_TEXT = 1000
 
 Decode = Callable[[Frames], Any]
 Encode = Callable[[Any], Sequence[Buffer] | None]
-
-T = TypeVar("T")
 
 
 def _encode_engine_message(message: Any) -> Sequence[Buffer]:
@@ -105,7 +104,7 @@ def _split_payload(frames: Frames) -> None:
     except CodecError:
         whole = None
     try:
-        end = _finish(skip(payload, 0, 1))
+        end = in_one_go(skip(payload, 0, 1))
     except CodecError:
         assert whole is None
         return
@@ -113,17 +112,8 @@ def _split_payload(frames: Frames) -> None:
     if type(whole) is list:
         found = array_at(payload, 0)
         assert found is not None
-        pieces, end = _finish(split_array(payload, found[1], found[0], 3))
+        pieces, end = in_one_go(split_array(payload, found[1], found[0], 3))
         assert (sum(len(piece.unpack()) for piece in pieces), end) == (len(whole), len(payload))
-
-
-def _finish(work: Generator[None, None, T]) -> T:
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            result: T = end.value
-            return result
 
 
 def _encode_nothing(_: object) -> None:

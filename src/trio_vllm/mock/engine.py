@@ -59,6 +59,7 @@ from trio_vllm.protocol import (
     UtilityOutput,
     UtilityRequest,
     encode_outputs,
+    in_one_go,
 )
 from trio_vllm.values import define, frozen
 
@@ -595,10 +596,12 @@ class MockEngine:
             return False
         if hashes and request.scheduled is not None:
             request.scheduled.table.hashes = hashes
-        if request.search is not None:
-            replies += self._search_and_start(request, wire, now)
-        else:
+        if request.search is None:
             replies += self._start(request, wire, now)
+        elif self._chores:  # a step is under way that has ended the chunk before: there is no later
+            replies += in_one_go(self._search_and_start(request, wire, now))
+        else:
+            replies += self._begin_chore(self._search_and_start(request, wire, now))
         return True
 
     def _refuse_duplicate(
@@ -619,21 +622,10 @@ class MockEngine:
         self.events.refused(wire.request_id, refusal.message)
         replies.append(self._replies.refused(wire.client_index, wire.request_id, refusal, now))
 
-    def _search_and_start(
-        self, request: Request, wire: EngineCoreRequest, now: float
-    ) -> list[Outgoing]:
+    def _search_and_start(self, request: Request, wire: EngineCoreRequest, now: float) -> Chore:
         """Start a request once its end is found."""
-
-        def search_and_start() -> Chore:
-            for _ in request.search or ():
-                yield None
-            return self._start(request, wire, now)
-
-        if not self._chores:
-            return self._begin_chore(search_and_start())
-        # A step is under way that has ended the chunk before: there is no later.
         for _ in request.search or ():
-            pass
+            yield None
         return self._start(request, wire, now)
 
     def _start(self, request: Request, wire: EngineCoreRequest, now: float) -> list[Outgoing]:

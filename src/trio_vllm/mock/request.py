@@ -233,7 +233,7 @@ class RequestFactory:
             and not self._is_scheduled
             and self._connector is None
             and not (params.stop_token_ids or params.min_tokens or params.trace_decode_token_ids)
-            and (params.eos_token_id is None or not self._config.stop_at_eos)
+            and self._eos(params) is None
             and all(getattr(params, name) is None for name in _UNUSUAL)
         )
         self._usual[params] = params.max_tokens if is_usual else None
@@ -365,13 +365,15 @@ class RequestFactory:
     def _stops(self, request: Request, params: EngineCoreSamplingParams) -> frozenset[int]:
         """The tokens that end the request."""
         size = self._config.vocab_size if request.given is None else MAX_TOKEN + 1
-        eos = params.eos_token_id if self._config.stop_at_eos else None
-        stops = frozenset(params.stop_token_ids or ())
+        eos, stops = self._eos(params), frozenset(params.stop_token_ids or ())
         if eos is not None:
             stops |= {eos}
         if stops and max(stops) >= size:  # rarely: they may be a million
             stops = frozenset(token for token in stops if token < size)
         return stops
+
+    def _eos(self, params: EngineCoreSamplingParams) -> int | None:
+        return params.eos_token_id if self._config.stop_at_eos else None
 
     def _search(
         self, request: Request, params: EngineCoreSamplingParams, stops: Collection[int]
@@ -385,8 +387,7 @@ class RequestFactory:
             position, token = found
             request.end, request.last_token = position + 1, None
             request.finish_reason = FinishReason.STOP
-            eos = params.eos_token_id if self._config.stop_at_eos else None
-            request.stop_reason = None if token == eos else token
+            request.stop_reason = None if token == self._eos(params) else token
         if params.repetition_detection is not None:
             count = yield from first_repetition(
                 request, self._source, params.repetition_detection, params.min_tokens

@@ -22,7 +22,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal, TypeVar
+from typing import Literal
 
 import attrs
 
@@ -47,12 +47,12 @@ from trio_vllm.protocol import (
     PrefixCacheStats,
     SchedulerStats,
     SpecDecodingStats,
+    in_one_go,
 )
 from trio_vllm.values import define, frozen
 
 PREEMPTED_AT_ONCE = 128
 """Requests preempted without a turn for others, if all are: 1 ms, with long contexts some 10."""
-
 
 SCHEDULED_AT_ONCE = 256
 """Requests admitted, or ended, in a step without a turn for others: some 3 ms."""
@@ -176,19 +176,6 @@ class Step:
         """Undo `give`."""
         self.budget += self.scheduled.pop(request, 0)
         self.drafts.pop(request, None)
-
-
-T = TypeVar("T")
-
-
-def in_one_go(work: Generator[None, None, T]) -> T:
-    """What comes of work in slices, without turns for others."""
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            result: T = end.value
-            return result
 
 
 Queue = FcfsQueue[ScheduledRequest] | PriorityQueue[ScheduledRequest]

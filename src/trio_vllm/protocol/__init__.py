@@ -85,6 +85,7 @@ from trio_vllm.protocol.output import encode_outputs as encode_outputs
 from trio_vllm.protocol.output import raw_logprobs_of as raw_logprobs_of
 from trio_vllm.protocol.output import rest_of as rest_of
 from trio_vllm.protocol.output import row_request_id as row_request_id
+from trio_vllm.protocol.pieces import in_one_go as in_one_go
 from trio_vllm.protocol.request import GENERATION_TASKS as GENERATION_TASKS
 from trio_vllm.protocol.request import POOLING_TASKS as POOLING_TASKS
 from trio_vllm.protocol.request import AbortRequests as AbortRequests

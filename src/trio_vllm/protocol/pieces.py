@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Generator
-from typing import Any
+from typing import Any, TypeVar
 
 from trio_vllm.protocol.codec import Buffer, CodecError
 from trio_vllm.protocol.msgpack import unpack
 from trio_vllm.values import frozen
+
+T = TypeVar("T")
 
 LARGE = 128 * 1024
 """Bytes from which a payload is worth splitting: to find an element's end costs more than to unpack it."""
@@ -54,6 +56,16 @@ _BYTES |= {0xD9: (1, 0), 0xDA: (2, 0), 0xDB: (4, 0)}
 _CONTAINERS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 
 _TRUNCATED = "not MessagePack: it ends early"
+
+
+def in_one_go(work: Generator[object, None, T]) -> T:
+    """Do work that is done in pieces, without turns for others; gives what comes of it."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 def array_at(payload: Buffer, at: int) -> tuple[int, int] | None:
