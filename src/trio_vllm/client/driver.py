@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -37,8 +36,6 @@ from trio_vllm.transport import (
 
 COORDINATION_BATCH = 100
 """Messages of a coordinator, or to ours, that are handled between two checkpoints."""
-
-_ONE_PIECE = (None,)
 
 
 class CoreDriver:
@@ -305,7 +302,8 @@ class CoreDriver:
         while True:
             batch = await outputs.receive_batch(limit)
             while batch:
-                for _ in self._hand_out(batch):
+                rest = self._hand_out(batch)
+                while self._is_more_than_a_slice(rest):
                     self._follow_up()
                     await trio.lowlevel.checkpoint()
                 batch = self._receive_more(outputs) if len(batch) == limit else []
@@ -317,22 +315,22 @@ class CoreDriver:
             self._follow_up()
 
     def _hand_out(self, batch: list[Received]) -> Iterator[None]:
-        """Give messages to the core; yields when a slice of time is over, also within a large message.
+        """Give messages to the core; yields after each, and within those that take long."""
+        core, receive_small, now = self.core, self.core.receive_small, trio.current_time()
+        for frames, connection in batch:
+            if not receive_small(frames, connection, now):
+                yield from core.receive_in_pieces(frames, connection, now)
+            yield
+
+    def _is_more_than_a_slice(self, work: Iterator[None]) -> bool:
+        """Go on with some work for one slice of time; whether that was too short for all of it.
 
         Tasks whose requests have ended have work as well, before it is our turn again: the end of
         many requests ends a slice.
         """
-        core, receive_small, now = self.core, self.core.receive_small, trio.current_time()
-        end, most = perf_counter() + self._slice_time, core.ended_count + self._most_ends
-        for frames, connection in batch:
-            pieces: Iterable[None] = _ONE_PIECE
-            if not receive_small(frames, connection, now):
-                pieces = chain(core.receive_in_pieces(frames, connection, now), _ONE_PIECE)
-            for _ in pieces:
-                if perf_counter() > end or core.ended_count >= most:
-                    yield
-                    end = perf_counter() + self._slice_time
-                    most = core.ended_count + self._most_ends
+        core, end = self.core, perf_counter() + self._slice_time
+        most = core.ended_count + self._most_ends
+        return any(perf_counter() > end or core.ended_count >= most for _ in work)
 
     def _receive_more(self, receiver: FrameReceiver) -> list[Received]:
         try:
