@@ -646,12 +646,18 @@ def test_no_request_of_a_dead_engine_goes_to_another(
     assert [message.engine.index for message in core.sends()] == [0]  # aborts, which nobody takes
 
 
-def test_many_requests_that_are_called_finished_fail_some_at_a_time() -> None:
+def core_with_ten_requests() -> tuple[FrontendCore, list[OutputStream]]:
+    """One that ends four at a time, and their streams."""
     core = FrontendCore({0: ready_response()})
     core.ended_at_once = 4
     streams = [OutputStream(f"r{number}") for number in range(10)]
     for stream in streams:
         core.submit(make_request(stream.request_id), stream)
+    return core, streams
+
+
+def test_many_requests_that_are_called_finished_fail_some_at_a_time() -> None:
+    core, _ = core_with_ten_requests()
     named = [f"r{number}" for number in range(9)]
     frames = encode_outputs(RequestBatchOutputs(finished_requests=["unknown", *named]))
     core.receive([bytes(frame) for frame in frames], None, 1.0)
@@ -665,11 +671,7 @@ def test_many_requests_that_are_called_finished_fail_some_at_a_time() -> None:
 
 
 def test_of_many_requests_to_abort_some_are_looked_at_at_a_time() -> None:
-    core = FrontendCore({0: ready_response()})
-    core.ended_at_once = 4
-    streams = [OutputStream(f"r{number}") for number in range(10)]
-    for stream in streams:
-        core.submit(make_request(stream.request_id), stream)
+    core, streams = core_with_ten_requests()
     looked_at: list[str] = []
 
     def gone_through() -> Iterator[OutputStream]:

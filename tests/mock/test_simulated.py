@@ -9,12 +9,11 @@ import attrs
 import pytest
 from tests.mock.driver import Driver, drive
 from tests.mock.replay import _OPTIONS, Json, load
+from tests.mock.small_slices import limit_steps
 from tests.mock.test_schedules import RECORDED, without_ids
 from tests.protocol.test_outputs import FULL_STATS
 from tests.slices import finish
 
-from trio_vllm.mock import encoding, scheduling, simulated, token_rows
-from trio_vllm.mock import engine as engine_module
 from trio_vllm.mock.encoding import MessageBuilder, MessageTemplate, SchedulerStatsEncoder
 from trio_vllm.mock.events import ScheduleCounts
 from trio_vllm.protocol import (
@@ -282,15 +281,7 @@ def test_a_step_of_many_requests_is_made_in_slices(
     sliced = drive(schedule=True, max_num_seqs=1000, **options)
     for driver in (whole, sliced):
         if driver is sliced:
-            for module, name in (
-                (scheduling, "SCHEDULED_AT_ONCE"),
-                (simulated, "SCHEDULED_AT_ONCE"),
-                (simulated, "DRAWN_AT_ONCE"),
-                (token_rows, "DRAWN_AT_ONCE"),
-                (encoding, "PACKED_AT_ONCE"),
-                (engine_module, "ENDED_AT_ONCE"),
-            ):
-                monkeypatch.setattr(module, name, 8)
+            limit_steps(monkeypatch, 8)
         for number in range(100):
             driver.add(f"r{number}", 2)
     whole.run()

@@ -10,23 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.examples import examples
 from tests.mock.driver import Driver
+from tests.mock.small_slices import limit_steps
 from tests.mock.test_deaths import MORTAL
 from tests.mock.test_disaggregation import TO_DECODE, ask
 from tests.mock.test_paths import ACTIONS, MANY, act, schedule
 
-from trio_vllm.mock import MockEngine, MockEngineConfig, encoding, scheduling, simulated, token_rows
-from trio_vllm.mock import engine as engine_module
+from trio_vllm.mock import MockEngine, MockEngineConfig
 from trio_vllm.protocol import FinishReason, Frames
-
-LIMITS = (
-    (scheduling, "SCHEDULED_AT_ONCE"),
-    (simulated, "SCHEDULED_AT_ONCE"),
-    (simulated, "DRAWN_AT_ONCE"),
-    (token_rows, "DRAWN_AT_ONCE"),
-    (encoding, "PACKED_AT_ONCE"),
-    (engine_module, "ENDED_AT_ONCE"),
-)
-"""What a slice has room for."""
 
 
 @attrs.define
@@ -50,8 +40,7 @@ class Sliced(Driver):
     def go_on(self) -> None:
         """Do a slice, which is the first of a step if none is under way."""
         with pytest.MonkeyPatch.context() as patch:
-            for module, name in LIMITS:
-                patch.setattr(module, name, self.size)
+            limit_steps(patch, self.size)
             self.keep(self.engine.step(self.now))
 
     def step_amid(self, actions: list[tuple[Any, ...]]) -> None:

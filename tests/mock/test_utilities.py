@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from tests.mock.driver import Driver, drive, drive_many
+from tests.mock.small_slices import limit_preemptions
 
-from trio_vllm.mock import scheduling, unlimited
 from trio_vllm.mock.engine import ABORTS_AT_ONCE, TAKEN_AT_ONCE
 from trio_vllm.protocol import EventType, FinishReason
 
@@ -315,8 +315,7 @@ def test_calls_behind_a_preemption_find_it_done(
     first: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though it goes on in slices: no request runs, and none holds the cache."""
-    for module in (scheduling, unlimited):
-        monkeypatch.setattr(module, "PREEMPTED_AT_ONCE", 10)
+    limit_preemptions(monkeypatch, 10)
     driver = drive_many(45, **config)
     driver.call(first, *(["keep"] if first == "pause_scheduler" else [True]))
     assert driver.engine.counts[0] > 0
@@ -337,8 +336,7 @@ def test_many_requests_are_preempted_in_slices(
     resets: bool, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They run again in their order, but for those that are aborted meanwhile."""
-    for module in (scheduling, unlimited):
-        monkeypatch.setattr(module, "PREEMPTED_AT_ONCE", 10)
+    limit_preemptions(monkeypatch, 10)
     driver = drive_many(45, **config)
     driver.call("pause_scheduler", "keep", not resets)
     if resets:

@@ -249,6 +249,14 @@ async def test_leaving_does_not_hang() -> None:
     raw.close()
 
 
+def leave_last_words(context: ZmqContext, folder: Path, *, linger: float) -> None:
+    """Have a watched socket that takes as long to end, in seconds of ØMQ's and no clock of a test's."""
+    push = context.socket(SocketType.PUSH, linger=linger)
+    context.open_monitor(push)
+    push.connect(f"ipc://{folder}/nobody")
+    push.send_nowait([b"last words"])
+
+
 async def test_a_monitor_whose_socket_does_not_end_in_time_is_closed_later(
     autojump_clock: MockClock, tmp_path: Path
 ) -> None:
@@ -256,12 +264,7 @@ async def test_a_monitor_whose_socket_does_not_end_in_time_is_closed_later(
     async with open_context() as other:
         shared = other._shared
         async with open_context() as context:
-            push = context.socket(
-                SocketType.PUSH, linger=0.2
-            )  # real ones, unlike those of the wait
-            context.open_monitor(push)
-            push.connect(f"ipc://{tmp_path}/nobody")
-            push.send_nowait([b"last words"])
+            leave_last_words(context, tmp_path, linger=0.2)
         (monitor,) = shared.overdue
         assert not monitor.has_ended()
     assert monitor.has_ended()
@@ -273,10 +276,7 @@ async def test_those_that_have_ended_by_the_next_end_are_forgotten(
     async with open_context() as other:
         shared = other._shared
         async with open_context() as context:
-            push = context.socket(SocketType.PUSH, linger=0.1)
-            context.open_monitor(push)
-            push.connect(f"ipc://{tmp_path}/nobody")
-            push.send_nowait([b"last words"])
+            leave_last_words(context, tmp_path, linger=0.1)
         assert len(shared.overdue) == 1
         time.sleep(0.5)  # noqa: ASYNC251 (what ends it are threads of ØMQ's)
         async with open_context():
