@@ -401,6 +401,7 @@ def map_of(key: Codec[K], item: Codec[T]) -> Codec[dict[K, T]]:
 
 
 _MANY_ITEMS = 64
+"""Items of a list from which on it pays to look at all of them together first."""
 
 
 def _are_plain(items: Sequence[Any]) -> bool:

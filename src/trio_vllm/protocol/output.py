@@ -300,6 +300,7 @@ _NOT_NIL_DEFAULTS = _not_nil_of([None] * _REST_START + _REST)
 
 
 _FEW_TOKENS = 64
+"""Tokens of a row up to which it is the quickest to look at each."""
 
 
 def bare_token_ids(row: Any) -> list[int] | None:
